@@ -180,7 +180,7 @@ class Decoding:
             forward_part(run, n_tokens)
             return []
         outputs = self.strategy.prefill(run)
-        return self.step(self.strategy.forward(run) if outputs is None else outputs)
+        return self.rows.step(self.strategy.forward(run) if outputs is None else outputs)
 
     def draft(self) -> None:
         """Draft what the next forward verifies."""
@@ -193,15 +193,6 @@ class Decoding:
         if (step := next(self.steps, None)) is None:
             self.run.finished = True
             return []
-        return self.rows.advance(step)
-
-    def step(self, outputs: Any) -> list[StreamEvent]:
-        """Choose the next tokens by the logits of its rows; returns the new events."""
-        run, strategy = self.run, self.strategy
-        step = strategy.step(run, outputs)
-        strategy.stop(run)
-        for observer in run.observers:
-            observer.add(run, strategy, step)
         return self.rows.advance(step)
 
     def finish(self) -> tuple[list[StreamEvent], Any]:

@@ -18,8 +18,8 @@ from transformers.utils import ModelOutput
 
 from ..memory.batch import Batch, OfBatch, take_rows
 from ..running import next_token
+from ..streaming.plain import Choice, Choices
 from .decoding import Decoding
-from .plain import Choice, Choices
 
 
 class Moves(Cache):
@@ -177,8 +177,8 @@ class JoinedRows(OfBatch):
         )
         return outputs
 
-    def choose(self, outputs: ModelOutput) -> dict[Decoding, Choice | Exception]:
-        """What each plain request has chosen, or the exception that ends it."""
+    def choose(self, outputs: ModelOutput) -> dict[Decoding, Choice]:
+        """What each plain request has chosen."""
         plain = sorted((d for d in self.moves if d.plain is not None), key=lambda d: d.places[0])
         if not plain:
             return {}
@@ -190,7 +190,7 @@ class JoinedRows(OfBatch):
         return dict(zip(plain, choices, strict=True))
 
     def _index(self, places: list[int]) -> Tensor:
-        return self.choices.indices.on(self.ids.device, places)
+        return self.choices.index(self.ids.device, places)
 
     def outputs_of(self, decoding: Decoding, outputs: ModelOutput) -> ModelOutput:
         """The rows of ``outputs`` that belong to one request."""

@@ -16,6 +16,7 @@ from ..logits.stopping import FinishReason
 from ..memory.batch import Batch
 from ..settings.kinds import is_zero
 from ..streaming import StreamEvent
+from ..streaming.plain import PlainRows
 from . import host
 from .classes import Classes, join_nearest
 from .decoding import Decoding
@@ -23,7 +24,6 @@ from .drafting import DraftingRows
 from .errors import DoesNotFitError, as_exception
 from .joined import JoinedRows
 from .memory import Memory
-from .plain import PlainRows
 from .prefill import forward, groups, may_share
 from .prompts import keeps_states
 from .request import EngineEvent, EngineRequest, EngineStats
@@ -148,10 +148,10 @@ class Steps:
                 self.scheduler.advance(chunk.item, chunk.n_tokens)
             with self.failures_of(decoding.request):
                 decoding.request.state = "decoding"
-                self._gain(decoding.request, decoding.step(own_outputs))
+                self._gain(decoding.request, decoding.rows.step(own_outputs))
         if len(rows):
             for decoding in rows.members:
-                decoding.plain = PlainRows.of(decoding.run, decoding.strategy, decoding.rows)
+                decoding.plain = PlainRows.of(decoding.rows)
             rows.append_newest({})
             others = [
                 other
@@ -221,7 +221,7 @@ class Steps:
         if (session := decoding.call.prefix_session) is not None:
             session.detach()
         decoding.check()
-        decoding.plain = PlainRows.of(decoding.run, decoding.strategy, decoding.rows)
+        decoding.plain = PlainRows.of(decoding.rows)
         self.place(decoding, Batch(decoding.run.ids, decoding.run.model_kwargs))
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
@@ -259,14 +259,12 @@ class Steps:
         newest: dict[Decoding, Tensor] = {}
         for decoding, choice in rows.choose(outputs).items():
             with self.failures_of(decoding.request):
-                if isinstance(choice, Exception):
-                    raise choice
                 newest[decoding] = choice.on_device
                 self._gain(decoding.request, decoding.plain.take(choice))
         gained = []
         for decoding, own_outputs in parts:
             with self.failures_of(decoding.request):
-                events = decoding.step(own_outputs)
+                events = decoding.rows.step(own_outputs)
                 if rows.drafts:  # what it has rejected is in the cache as yet
                     gained.append((decoding.request, events))
                 else:

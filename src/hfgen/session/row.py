@@ -17,7 +17,6 @@ from ..decoding.loop import commit
 from ..decoding.recipes import recipe
 from ..decoding.results import Ending, text_of
 from ..decoding.strategies import Sample
-from ..engine.plain import Choice, Choices, PlainRows
 from ..logits import logprobs
 from ..logits.processors.samplers import Feedback
 from ..logits.stopping import FinishReason
@@ -30,8 +29,9 @@ from ..state.call import Call, Request
 from ..state.run import Run
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
+from ..streaming.plain import Choice, PlainRows
 from .arguments import check, folded
-from .states import States, logits_of
+from .states import States
 
 #: What an encoder has made of a prompt, which is not encoded again.
 ENCODED = ("encoder_outputs", "mm_encoder_outputs")
@@ -162,16 +162,12 @@ class Row:
         run.finished = run.finished or is_zero(run.config.max_new_tokens)
         self.reason = FinishReason("length") if run.finished else None
         #: The row, if it chooses its token together with others.
-        self.plain = PlainRows.of(run, strategy, self.events, kind=Continued)
+        self.plain = PlainRows.of(self.events, kind=Continued)
 
     def choose(self, choice: Choice | None) -> list[StreamEvent]:
         """Append the ``choice``, or else choose the next token by ``outputs``; returns the events, of row 0."""
         if choice is None:
-            step = self.strategy.step(self.run, self.outputs)
-            self.strategy.stop(self.run)
-            for observer in self.run.observers:
-                observer.add(self.run, self.strategy, step)
-            events = self.events.advance(step)
+            events = self.events.step(self.outputs)
         else:
             assert self.plain is not None
             events = self.plain.take(choice)
@@ -291,20 +287,3 @@ class Row:
     def newest(self, n: int) -> Tensor:
         """The last ``n`` tokens ``(n,)``."""
         return self.run.ids[0, -n:]
-
-
-def chosen(rows: list[Row], choices: Choices) -> list[Choice | None]:
-    """The next token of each row that can choose together with others; ``None`` for each that cannot.
-
-    Raises what ended the choice of a row.
-    """
-    plain = [row.plain for row in rows if row.plain is not None]
-    if not plain:
-        return [None] * len(rows)
-    logits = logits_of([row for row in rows if row.plain is not None])
-    found = iter(choices.choose(plain, logits))
-    tokens = [None if row.plain is None else next(found) for row in rows]
-    for choice in tokens:
-        if isinstance(choice, Exception):
-            raise choice
-    return tokens  # type: ignore[return-value]

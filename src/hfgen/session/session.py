@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from .. import families
-from ..engine.plain import Choices
 from ..memory.batch import TOKEN_DIM
 from ..mixin import mixed_view
 from ..state.call import Request
 from ..streaming import StreamEvent
+from ..streaming.plain import Choice, Choices
 from .arguments import IDS, REFUSED, check_each, check_number, edits_of, ids_of, split
-from .row import Row, chosen
+from .row import Row
 from .states import MayJoin, States, forward, logits_of
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -176,9 +176,13 @@ class Session:
         before = [(row, row.tokens, row.outputs) for row in active]
         events: list[StreamEvent] = []
         try:
-            for row, choice in zip(active, chosen(active, self._choices), strict=True):
-                number = self._rows.index(row)
-                events += [dataclasses.replace(event, row=number) for event in row.choose(choice)]
+            choices: dict[Any, Choice] = {}
+            if together := [row for row in active if row.plain is not None]:
+                plain: Any = [row.plain for row in together]
+                choices = {c.rows: c for c in self._choices.choose(plain, logits_of(together))}
+            for row in active:
+                number, new = self._rows.index(row), row.choose(choices.get(row.plain))
+                events += [dataclasses.replace(event, row=number) for event in new]
         except BaseException:
             for row, tokens, outputs in before:
                 row.set_tokens(tokens)

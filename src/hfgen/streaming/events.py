@@ -56,6 +56,14 @@ class Rows:
         if isinstance(run.criteria, StoppingCriteriaList):
             run.criteria.take_notes()
 
+    def step(self, outputs: Any) -> list[StreamEvent]:
+        """Choose the next tokens by ``outputs`` of the model; returns the new events."""
+        step = self.strategy.step(self.run, outputs)
+        self.strategy.stop(self.run)
+        for observer in self.run.observers:
+            observer.add(self.run, self.strategy, step)
+        return self.advance(step)
+
     def advance(self, step: Step) -> list[StreamEvent]:
         """The events of ``step``; none in a mode whose tokens are not final before the end."""
         if not self.streams:

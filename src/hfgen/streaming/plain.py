@@ -9,9 +9,9 @@ for each call by itself.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +27,7 @@ from ..logits.processors.lists import reads_scores_only
 from ..logits.stopping.causes import is_noted
 from ..running.prefix.session import PrefixSession
 from ..state import seeds
-from ..state.run import Run, Strategy
-from ..streaming import StreamEvent
-from ..streaming.events import Rows
-from .errors import as_exception
+from .events import Rows, StreamEvent
 
 #: Index tensors that are kept: those of a few steps in which rows have joined or left.
 MAX_INDICES = 256
@@ -58,13 +55,17 @@ def kind_of(processors: Sequence[Any]) -> Hashable | None:
     return tuple(kind)
 
 
-class Choice(NamedTuple):
+@dataclass(slots=True)
+class Choice:
     """The next tokens of a request: an entry for each of its rows."""
 
-    tokens: list[int]
-    on_device: Tensor  # (n_rows,): the same
+    rows: PlainRows
+    places: range  # of its rows among those of all plain requests
+    failure: BaseException | None = None  # what a processor has raised: there are no tokens
+    tokens: list[int] = field(init=False)
+    on_device: Tensor = field(init=False)  # (n_rows,): the same
     #: No token could be chosen: scores are NaN, or all ruled out.
-    is_invalid: list[bool]
+    is_invalid: list[bool] = field(init=False)
     measures: Measures | None = None  # if the request asks for log-probabilities
     logprobs: list[TokenLogprob] | None = None
 
@@ -73,10 +74,9 @@ class PlainRows:
     """The rows of a plain call: their tokens stay numbers until ``run.ids`` is read."""
 
     @classmethod
-    def of(
-        cls, run: Run, strategy: Strategy, events: Rows, kind: type[Sample] = Sample
-    ) -> PlainRows | None:
+    def of(cls, events: Rows, kind: type[Sample] = Sample) -> PlainRows | None:
         """The rows of a call; ``None`` if its step is not that of ``kind``, or more of it is recorded."""
+        run, strategy = events.run, events.strategy
         is_plain = (
             type(strategy) is kind
             and strategy.active is None
@@ -86,9 +86,10 @@ class PlainRows:
             and all(map(is_light, run.observers))
             and not any(map(is_noted, run.criteria))
         )
-        return cls(run, cast(Sample, strategy), events) if is_plain else None
+        return cls(events) if is_plain else None
 
-    def __init__(self, run: Run, strategy: Sample, events: Rows) -> None:
+    def __init__(self, events: Rows) -> None:
+        run, strategy = events.run, cast(Sample, events.strategy)
         self.run, self.strategy, self.events, self.n_rows = run, strategy, events, len(run.ids)
         self.kind = kind_of(run.processors)
         #: Keys of their noise ``(n_rows,)``; ``None`` if they are greedy.
@@ -118,8 +119,10 @@ class PlainRows:
     def take(self, choice: Choice) -> list[StreamEvent]:
         """Append the tokens of a step, and return the new events; rows that have ended get padding.
 
-        Raises ``InvalidScoresError`` if no row has a token.
+        Raises ``InvalidScoresError`` if no row has a token, and what a processor has raised.
         """
+        if choice.failure is not None:
+            raise choice.failure
         run, strategy = self.run, self.strategy
         tokens, on_device = choice.tokens, choice.on_device
         has_ended = [row.has_ended for row in self.rows]
@@ -163,38 +166,11 @@ class PlainRows:
         return events
 
 
-class Indices:
-    """Index tensors ``(n,)`` that are copied to a device once, for all steps with the same rows."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-
-    def on(self, device: torch.device, places: Sequence[int]) -> Tensor:
-        """``places`` as a tensor, which is not to be written to."""
-        key = (device, tuple(places))
-        if key not in self._tensors:
-            if len(self._tensors) >= MAX_INDICES:
-                self._tensors.clear()
-            self._tensors[key] = torch.tensor(places, device=device)
-        return self._tensors[key]
-
-
-@dataclass(slots=True)
-class Member:
-    """A request of a step, and the places of its rows among those of all plain requests."""
-
-    rows: PlainRows
-    places: range
-    failure: Exception | None = None
-    measures: Measures | None = None
-    logprobs: list[TokenLogprob] | None = None
-
-
-def grouped(members: Iterable[tuple[Hashable, Member]]) -> dict[Hashable, list[Member]]:
-    """Members by their key; one whose key is ``None`` is alone."""
-    groups: dict[Hashable, list[Member]] = {}
-    for key, member in members:
-        groups.setdefault(id(member) if key is None else key, []).append(member)
+def grouped(choices: Iterable[tuple[Hashable, Choice]]) -> dict[Hashable, list[Choice]]:
+    """Choices by their key; one whose key is ``None`` is alone."""
+    groups: dict[Hashable, list[Choice]] = {}
+    for key, choice in choices:
+        groups.setdefault(id(choice) if key is None else key, []).append(choice)
     return groups
 
 
@@ -202,38 +178,46 @@ class Choices:
     """Chooses the next tokens of the plain requests of a batch, and keeps on the device what that takes."""
 
     def __init__(self) -> None:
-        self.indices = Indices()
+        #: Index tensors ``(n,)`` that are copied to a device once, for all steps with the same rows.
+        self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         #: Requests of the last draw with their number of generated tokens after it.
         self._drawn: list[tuple[PlainRows, int]] = []
         #: Keys ``(rows,)`` of their next noise.
         self._keys: Tensor | None = None
 
-    def choose(self, requests: list[PlainRows], logits: Tensor) -> list[Choice | Exception]:
-        """The next tokens of each request by ``logits (rows, vocab)``, or the exception that ends it."""
-        members, n = [], 0
+    def index(self, device: torch.device, places: Sequence[int]) -> Tensor:
+        """``places`` as a tensor, which is not to be written to."""
+        key = (device, tuple(places))
+        if key not in self._indices:
+            if len(self._indices) >= MAX_INDICES:
+                self._indices.clear()
+            self._indices[key] = torch.tensor(places, device=device)
+        return self._indices[key]
+
+    def choose(self, requests: list[PlainRows], logits: Tensor) -> list[Choice]:
+        """The next tokens of each request by ``logits (rows, vocab)``."""
+        choices, n = [], 0
         for rows in requests:
-            members.append(Member(rows, range(n, n + rows.n_rows)))
+            choices.append(Choice(rows, range(n, n + rows.n_rows)))
             n += rows.n_rows
         logits = logits.float()
-        scores = self._processed(members, logits)
-        tokens, is_invalid = self._chosen(members, scores)
-        self._measure(members, tokens, logits, scores)
+        scores = self._processed(choices, logits)
+        tokens, is_invalid = self._chosen(choices, scores)
+        self._measure(choices, tokens, logits, scores)
         numbers, flags = torch.stack([tokens, is_invalid.long()]).tolist()
-        choices: list[Choice | Exception] = []
-        for member in members:
-            part = slice(member.places.start, member.places.stop)
-            has_none = [bool(flag) for flag in flags[part]]
-            choice = Choice(numbers[part], tokens[part], has_none, member.measures, member.logprobs)
-            choices.append(member.failure or choice)
+        for choice in choices:
+            part = slice(choice.places.start, choice.places.stop)
+            choice.tokens, choice.on_device = numbers[part], tokens[part]
+            choice.is_invalid = [bool(flag) for flag in flags[part]]
         return choices
 
-    def _on(self, logits: Tensor, members: list[Member]) -> Tensor:
-        """The places of the rows of ``members``, as a tensor on the device of ``logits``."""
-        return self.indices.on(logits.device, [p for member in members for p in member.places])
+    def _on(self, logits: Tensor, choices: list[Choice]) -> Tensor:
+        """The places of the rows of ``choices``, as a tensor on the device of ``logits``."""
+        return self.index(logits.device, [p for choice in choices for p in choice.places])
 
-    def _processed(self, members: list[Member], logits: Tensor) -> Tensor:
+    def _processed(self, choices: list[Choice], logits: Tensor) -> Tensor:
         """Scores ``(rows, vocab)``: rows whose processors do the same go through them together."""
-        groups = grouped((member.rows.kind, member) for member in members)
+        groups = grouped((choice.rows.kind, choice) for choice in choices)
         if list(groups) == [()]:
             return logits
         scores = torch.empty_like(logits)
@@ -250,18 +234,18 @@ class Choices:
             except BaseException as error:  # a processor of the caller, or a panic of its library
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                for member in group:
-                    member.failure = as_exception(error)
+                for choice in group:
+                    choice.failure = error
                 scores[index] = 0.0
         return scores
 
-    def _chosen(self, members: list[Member], scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _chosen(self, choices: list[Choice], scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens, and whether a row had none to choose: two tensors ``(rows,)``."""
         tokens = scores.argmax(dim=-1)  # NaN counts as the largest
-        drawn = [member for member in members if member.rows.keys is not None]
+        drawn = [choice for choice in choices if choice.rows.keys is not None]
         index = self._on(scores, drawn)
         if drawn:
-            keys = self._next_keys([member.rows for member in drawn])
+            keys = self._next_keys([choice.rows for choice in drawn])
             drawn_scores = scores if len(index) == len(scores) else scores[index]
             tokens[index] = seeds.perturbed(drawn_scores, keys, -1).argmax(dim=-1)
         best = scores.gather(1, tokens[:, None]).squeeze(1)
@@ -271,11 +255,11 @@ class Choices:
         return tokens, is_invalid
 
     def _measure(
-        self, members: list[Member], tokens: Tensor, logits: Tensor, scores: Tensor
+        self, choices: list[Choice], tokens: Tensor, logits: Tensor, scores: Tensor
     ) -> None:
         """Measure the chosen ``tokens (rows,)``, at once for the requests that ask for the same."""
-        asking = [member for member in members if member.rows.recorder is not None]
-        keyed = ((cast(Recorder, member.rows.recorder).settings.key, member) for member in asking)
+        asking = [choice for choice in choices if choice.rows.recorder is not None]
+        keyed = ((cast(Recorder, choice.rows.recorder).settings.key, choice) for choice in asking)
         for group in grouped(keyed).values():
             recorder = cast(Recorder, group[0].rows.recorder)
             index, settings = self._on(tokens, group), recorder.settings
@@ -285,10 +269,10 @@ class Choices:
             measures = measure(values, tokens[index], settings, asked_ids)
             entries = token_logprobs(tokens[index], measures, settings.requests[0].token_ids)
             start = 0
-            for member in group:
-                part = slice(start, start + member.rows.n_rows)
-                member.measures = Measures(*(column[part] for column in measures))
-                member.logprobs, start = entries[part], part.stop
+            for choice in group:
+                part = slice(start, start + choice.rows.n_rows)
+                choice.measures = Measures(*(column[part] for column in measures))
+                choice.logprobs, start = entries[part], part.stop
 
     def _next_keys(self, drawn: list[PlainRows]) -> Tensor:
         """Keys ``(rows,)`` whose noise at position -1 is that of each row's next token."""
