@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -45,15 +45,14 @@ class Classes:
         #: Of a forward whatever its rows are, in bytes of cells.
         self.fixed_cost = max(weights, waits) / READS
 
-    def may_join(self, decoding: Decoding, batch: Batch, rows: JoinedRows) -> bool:
-        """Whether a request, which has the rows of ``batch``, may join ``rows``; what is not known is tried out."""
-        drafts = decoding.drafts
-        if rows.is_closed or decoding.is_apart or rows.drafts is not drafts:
+    def may_join(self, rows: JoinedRows, other: JoinedRows) -> bool:
+        """Whether ``rows`` may join ``other``; what is not known is tried out."""
+        if rows is other or rows.is_closed or other.is_closed or rows.drafts is not other.drafts:
             return False
-        if rows.length == decoding.length and not drafts:
+        if rows.length == other.length and not rows.drafts:
             return True
-        return self._hides(batch, between=False) and (
-            not drafts or self._hides(batch, between=True)
+        return self._hides(rows.batch, between=False) and (
+            not rows.drafts or self._hides(rows.batch, between=True)
         )
 
     def _hides(self, batch: Batch, between: bool) -> bool:
@@ -111,24 +110,19 @@ class Classes:
         return self.memory.needed(n_rows, max(decoding.length for decoding in members))
 
 
-def join_nearest(
-    members: list[Decoding], batches: list[JoinedRows], join: Callable[[JoinedRows], None]
-) -> bool:
-    """Call ``join`` with the batch that ``members`` add the least padding to, or the next one if it refuses.
+def join_nearest(rows: JoinedRows, others: list[JoinedRows]) -> bool:
+    """Join ``rows`` with the batch that they add the least padding to, or with the next one that takes them."""
 
-    Returns whether a batch took them; ``ValueError`` refuses, for all batches of that kind.
-    """
-
-    def added_padding(rows: JoinedRows) -> int:
-        return padding([*rows.members, *members]) - padding(rows.members)
+    def added_padding(other: JoinedRows) -> int:
+        return padding([*other.members, *rows.members]) - padding(other.members)
 
     refused: set[object] = set()
-    for rows in sorted(batches, key=added_padding):
-        if rows.kind not in refused:
+    for other in sorted(others, key=added_padding):
+        if other.kind not in refused:
             with suppress(ValueError):
-                join(rows)
+                other.absorb(rows)
                 return True
-            refused.add(rows.kind)
+            refused.add(other.kind)  # so do all batches of that kind
     return False
 
 

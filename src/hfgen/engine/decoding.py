@@ -11,10 +11,11 @@ from .. import families
 from ..decoding import loop
 from ..decoding.drafters.memory import SuffixMemory
 from ..decoding.drafters.schedule import Depths
+from ..decoding.strategies.sample import Sample
 from ..memory.batch import Batch
 from ..memory.caches import joining
 from ..memory.caches.dynamic import GrowingCache
-from ..memory.caches.layers import decoder_cache
+from ..memory.caches.layers import count, decoder_cache
 from ..memory.caches.quantized import QuantizedCache
 from ..prepare.stages import prepare
 from ..running import graphs, prefix
@@ -25,7 +26,6 @@ from ..streaming import StreamEvent
 from ..streaming.events import Rows
 
 if TYPE_CHECKING:
-    from .joined import JoinedRows
     from .request import EngineRequest
 
 #: Tokens behind a part of a prompt that a CPU forwards at once, at most: its attention skips blocks of keys
@@ -154,6 +154,20 @@ class Decoding:
         return eligibility.is_length_dependent(self.run.model, self.longest)
 
     @property
+    def may_share_prompt(self) -> bool:
+        """Whether the forward pass of its prompt depends on its ids alone, and may be that of others, too."""
+        run, call = self.run, self.call
+        return (
+            type(self.strategy) is Sample
+            and self.n_rows == 1
+            and self.reads_ids_alone
+            and count(run.model_kwargs["past_key_values"]) is None
+            and call.prefixes is None
+            and run.config.prefill_chunk_size is None
+            and not self.is_apart
+        )
+
+    @property
     def can_be_cut(self) -> bool:
         """Whether its prompt may be forwarded in parts, which give what one forward gives."""
         return self.joins and eligibility.can_be_cut(self.run)
@@ -208,17 +222,6 @@ class Decoding:
         }
         if self.drafts:
             self.strategy.cache = stand_in
-
-    def keep_states(self, rows: JoinedRows) -> None:
-        """Copy the states of its rows, before they leave ``rows``, if they are stored as prefixes."""
-        session = self.call.prefix_session
-        if session is None or session.is_given_up or not self.run.finished:
-            return
-        if self.plain is not None:
-            self.plain.write()
-        rows.close_gaps()
-        cache, own = rows.batch.caches["past_key_values"], rows.rows_of(self)
-        session.adopt(cache, own, self.run.ids.shape[1] - 1)
 
     def close(self) -> None:
         """Release what the call holds."""

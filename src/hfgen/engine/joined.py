@@ -16,8 +16,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
+from ..decoding.loop import commit
 from ..memory.batch import Batch, OfBatch, take_rows
-from ..running import next_token
+from ..running import next_token, prefill
 from ..streaming.plain import Choice, Choices
 from .decoding import Decoding
 
@@ -60,6 +61,30 @@ class JoinedRows(OfBatch):
         for decoding in decodings:
             self._own(decoding)
 
+    @classmethod
+    def of_prompts(
+        cls, model: Any, decodings: Sequence[Decoding]
+    ) -> tuple[JoinedRows, list[ModelOutput]]:
+        """Forward whole prompts at once, padded on the left; returns their rows, and the outputs of each request."""
+        parts = []
+        for decoding in decodings:
+            kwargs = dict(decoding.run.model_kwargs)
+            cache = kwargs.pop("past_key_values")
+            parts.append((Batch(decoding.run.ids, kwargs), cache))
+        batch, cache = parts[0]
+        for other, _ in parts[1:]:
+            batch.append(other)
+        cache.expect(max(decoding.longest for decoding in decodings))
+        kwargs = batch.model_kwargs | {"past_key_values": cache}
+        if "attention_mask" not in kwargs:
+            kwargs["attention_mask"] = torch.ones_like(batch.ids)
+        outputs = prefill(model, batch.ids, decodings[0].run.config, kwargs)
+        assert cache.get_seq_length() == batch.ids.shape[1]
+        batch.model_kwargs = kwargs
+        rows = cls(model, decodings, batch)
+        commit(rows, outputs)  # type: ignore[arg-type]
+        return rows, [rows.outputs_of(decoding, outputs) for decoding in decodings]
+
     def __len__(self) -> int:
         """How many rows there are."""
         return len(self.owners)
@@ -74,31 +99,14 @@ class JoinedRows(OfBatch):
         """Columns, padding included."""
         return self.ids.shape[1]
 
-    def join(self, decoding: Decoding, batch: Batch) -> None:
-        """Add the rows of a request, which are those of ``batch``.
-
-        Raises ``ValueError``, before anything is changed, if its cache or arguments are of another form.
-        """
-        self._append(batch)
-        self._own(decoding)
-
     def absorb(self, other: JoinedRows) -> None:
-        """Add all rows of another batch. Raises ``ValueError``, before anything is changed, as ``join``."""
-        self._append(other.batch)
+        """Add all rows of another batch. Raises ``ValueError`` as ``append``."""
+        self.append(other.batch)
         for decoding, moves in other.moves.items():
             decoding.places = [len(self.owners) + place for place in decoding.places]
             self.moves[decoding] = moves
         self.owners += other.owners
         other.owners, other.moves = [], {}
-
-    def _append(self, batch: Batch) -> None:
-        """Append the rows of ``batch``. Raises ``ValueError`` if it cannot join."""
-        length, other = (_encoder_length(each) for each in (self.batch, batch))
-        # The mask over frames of speech has another unit than the states of its encoder.
-        is_speech = self.model.main_input_name != "input_ids"
-        if length != other and is_speech:
-            raise ValueError(f"Encoder's states of {other} cannot be padded to {length}.")
-        self.batch.append(batch)
 
     def _own(self, decoding: Decoding) -> None:
         """Assign the newest rows of the batch to ``decoding``."""
@@ -111,37 +119,41 @@ class JoinedRows(OfBatch):
         """Remove the rows of a request; the last rows move into their places."""
         del self.moves[decoding]
         for place in sorted(decoding.places, reverse=True):
-            self._remove(place)
+            last = len(self.owners) - 1
+            if last:
+                self.batch.leave(place)
+            owner = self.owners.pop()
+            if place != last:
+                self.owners[place] = owner
+                owner.places[owner.places.index(last)] = place
         decoding.places = []
         if not self.moves:
             self.owners = []
             del self.batch  # free its memory now: the step refers to these rows until its end
 
     def extract(self, decoding: Decoding) -> Batch:
-        """Remove the rows of a request; returns them, without padding, as a batch to ``join`` with."""
+        """Remove the rows of a request; returns them, without padding."""
         batch = self.batch.extract(torch.tensor(decoding.places))
-        if (n_padding := batch.ids.shape[1] - decoding.length) > 0:
-            batch.trim(n_padding)
+        batch.trim_to(decoding.length)
         self.leave(decoding)
         return batch
 
     def close_gaps(self) -> None:
         """Make the tokens of each row consecutive; here they always are."""
 
-    def _remove(self, place: int) -> None:
-        """Remove the row at ``place``; the last row takes its place."""
-        last = len(self.owners) - 1
-        if last:
-            self.batch.leave(place)
-        owner = self.owners.pop()
-        if place != last:
-            self.owners[place] = owner
-            owner.places[owner.places.index(last)] = place
-
-    def rows_of(self, decoding: Decoding) -> list[int]:
-        """The row of the cache that each row of a request continues: beams may have changed places."""
-        index = self.moves[decoding].index
-        return decoding.places if index is None else [decoding.places[i] for i in index.tolist()]
+    def store(self, decoding: Decoding) -> None:
+        """Copy the states of a finished request that are stored as prefixes, before its rows leave."""
+        session = decoding.call.prefix_session
+        if session is None or session.is_given_up or not decoding.run.finished:
+            return
+        if decoding.plain is not None:
+            decoding.plain.write()
+        self.close_gaps()
+        # Row ``i`` continues another row of the cache where beams have changed places.
+        index, places = self.moves[decoding].index, decoding.places
+        places = places if index is None else [places[i] for i in index.tolist()]
+        n_tokens = decoding.run.ids.shape[1] - 1
+        session.adopt(self.batch.caches["past_key_values"], places, n_tokens)
 
     # ------------------------------------------------------------ batches that become two, or one
 
@@ -163,18 +175,12 @@ class JoinedRows(OfBatch):
 
     def _trim(self) -> None:
         """Cut off the columns that are padding in all rows."""
-        longest = max(decoding.length + decoding.n_gaps for decoding in self.moves)
-        if (n := self.length - longest) > 0:
-            self.batch.trim(n)
+        self.batch.trim_to(max(decoding.length + decoding.n_gaps for decoding in self.moves))
 
     def forward(self) -> ModelOutput:
         """Forward the newest token of each row; the outputs have a row for each."""
         outputs = next_token(self, self.model.__call__)  # type: ignore[arg-type]
-        self.batch.model_kwargs = self.model._update_model_kwargs_for_generation(
-            outputs,
-            self.batch.model_kwargs,
-            is_encoder_decoder=self.is_encoder_decoder,
-        )
+        commit(self, outputs)  # type: ignore[arg-type]
         return outputs
 
     def choose(self, outputs: ModelOutput) -> dict[Decoding, Choice]:
@@ -199,12 +205,11 @@ class JoinedRows(OfBatch):
         if n == 1 and isinstance(outputs, CausalLMOutputWithPast):
             logits = outputs.logits[first : first + 1]
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        index = self._index(decoding.places)
-        fields = {}
-        for name, value in outputs.items():
-            is_cache = isinstance(value, Cache)
-            fields[name] = cache if is_cache else take_rows(value, index, len(self.owners), name)
-        return type(outputs)(**fields)
+        part: ModelOutput = take_rows(outputs, self._index(decoding.places), len(self.owners))
+        for name, value in part.items():
+            if isinstance(value, Cache):
+                part[name] = cache
+        return part
 
     def append_newest(self, newest: Mapping[Decoding, Tensor]) -> None:
         """Append the tokens that the requests have chosen, after reordering beams.
@@ -238,9 +243,3 @@ class JoinedRows(OfBatch):
             moves.index = None
         if index is not None:
             self.batch.move(index)
-
-
-def _encoder_length(batch: Batch) -> int | None:
-    """How many states of an encoder the rows attend to; ``None`` without an encoder."""
-    states = batch.model_kwargs.get("encoder_outputs")
-    return None if states is None else int(states[0].shape[1])

@@ -17,17 +17,18 @@ from ..memory.batch import Batch
 from ..settings.kinds import is_zero
 from ..streaming import StreamEvent
 from ..streaming.plain import PlainRows
-from . import host
 from .classes import Classes, join_nearest
 from .decoding import Decoding
 from .drafting import DraftingRows
 from .errors import DoesNotFitError, as_exception
 from .joined import JoinedRows
-from .memory import Memory
-from .prefill import forward, groups, may_share
+from .memory import Memory, make_way, put_back
 from .prompts import keeps_states
 from .request import EngineEvent, EngineRequest, EngineStats
 from .scheduler import Chunk, Item, Scheduler
+
+#: A prompt shares a forward with longer ones if it has at least this share of the longest's tokens.
+SHORTEST = 0.75
 
 CANCELLED, TIMEOUT, ERROR = map(FinishReason, ("cancelled", "timeout", "error"))
 
@@ -84,13 +85,13 @@ class Steps:
         self.stats.n_steps += 1
         self.take_out()
         if self.scheduler.optimistic:
-            host.make_way(self)
+            make_way(self)
         with self.lock:
             if self.has_new_requests:
                 self.scheduler.one_at_a_time = keeps_states(self.model)
                 self.has_new_requests = False
             plan = self.scheduler.plan(time.monotonic())
-        plan = [chunk for chunk in plan if not host.put_back(self, chunk)]
+        plan = [chunk for chunk in plan if not put_back(self, chunk)]
         joined, alone = list(self.joined), list(self.alone)
         self._forward_prompts(plan)
         for rows in joined:
@@ -114,20 +115,31 @@ class Steps:
 
     def _forward_prompts(self, plan: list[Chunk]) -> None:
         """Forward the chunks of this step; whole prompts of similar length together."""
-        decodings, may_be_grouped = {}, {}
+        decodings: dict[Chunk, Decoding] = {}
         for chunk in plan:
             request = self.requests[chunk.item]
             with self.failures_of(request):
                 decoding = self._begun(request, chunk.item)
                 if is_zero(decoding.run.config.max_new_tokens):
                     self.end(request)
-                    continue
-                decodings[chunk] = decoding
-                is_whole = chunk.n_tokens == chunk.item.n_tokens
-                may_be_grouped[chunk] = (
-                    is_whole and self.hides_padding is True and may_share(decoding)
-                )
-        for group in groups(may_be_grouped):
+                else:
+                    decodings[chunk] = decoding
+        may_share = {
+            chunk
+            for chunk, decoding in decodings.items()
+            if chunk.n_tokens == chunk.item.n_tokens
+            and self.hides_padding
+            and decoding.may_share_prompt
+        }
+        groups: list[list[Chunk]] = []
+        for chunk in sorted(decodings, key=lambda chunk: -chunk.n_tokens):
+            longest = groups[-1][0] if groups else chunk
+            is_near = chunk.n_tokens >= SHORTEST * longest.n_tokens
+            if is_near and longest is not chunk and {chunk, longest} <= may_share:
+                groups[-1].append(chunk)
+            else:
+                groups.append([chunk])
+        for group in groups:
             if len(group) > 1:
                 self._forward_group(group, [decodings[chunk] for chunk in group])
             else:
@@ -136,7 +148,7 @@ class Steps:
     def _forward_group(self, chunks: list[Chunk], decodings: list[Decoding]) -> None:
         """Forward whole prompts at once; their rows join those that decode."""
         try:
-            rows, outputs = forward(self.model, decodings)
+            rows, outputs = JoinedRows.of_prompts(self.model, decodings)
         except Exception as error:
             for decoding in decodings:
                 self.end(decoding.request, error)
@@ -144,8 +156,7 @@ class Steps:
         self.joined.append(rows)
         for chunk, decoding, own_outputs in zip(chunks, decodings, outputs, strict=True):
             self.stats.prefill_tokens += chunk.n_tokens
-            with self.lock:
-                self.scheduler.advance(chunk.item, chunk.n_tokens)
+            self.scheduler.advance(chunk.item, chunk.n_tokens)
             with self.failures_of(decoding.request):
                 decoding.request.state = "decoding"
                 self._gain(decoding.request, decoding.rows.step(own_outputs))
@@ -153,13 +164,7 @@ class Steps:
             for decoding in rows.members:
                 decoding.plain = PlainRows.of(decoding.rows)
             rows.append_newest({})
-            others = [
-                other
-                for other in self.joined
-                if not (other is rows or other.is_closed or other.drafts)
-            ]
-            if join_nearest(rows.members, others, lambda other: other.absorb(rows)):
-                self.joined.remove(rows)
+            self._merge(rows)
 
     def _forward_chunk(self, chunk: Chunk, decoding: Decoding) -> None:
         """Forward a part of a prompt; after the last one, its rows join those that decode."""
@@ -222,17 +227,21 @@ class Steps:
             session.detach()
         decoding.check()
         decoding.plain = PlainRows.of(decoding.rows)
-        self.place(decoding, Batch(decoding.run.ids, decoding.run.model_kwargs))
+        self.place(decoding, Batch(decoding.run.ids.clone(), decoding.run.model_kwargs))
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
         """Add the rows of a request, those of ``batch``, to a batch of their form or to a new one."""
-        may_join = [rows for rows in self.joined if self.classes.may_join(decoding, batch, rows)]
-        if not join_nearest([decoding], may_join, lambda rows: rows.join(decoding, batch)):
-            batch = Batch(batch.ids.clone(), dict(batch.model_kwargs))
-            kind = DraftingRows if decoding.drafts else JoinedRows
-            rows = kind(self.model, [decoding], batch)
-            rows.is_closed = decoding.is_apart
-            self.joined.append(rows)
+        kind = DraftingRows if decoding.drafts else JoinedRows
+        rows = kind(self.model, [decoding], batch)
+        rows.is_closed = decoding.is_apart
+        self.joined.append(rows)
+        self._merge(rows)
+
+    def _merge(self, rows: JoinedRows) -> None:
+        """Join ``rows`` with the batch that they add the least padding to, if there is one."""
+        may_join = [other for other in self.joined if self.classes.may_join(rows, other)]
+        if join_nearest(rows, may_join):
+            self.joined.remove(rows)
 
     # ------------------------------------------------------------ tokens
 
@@ -321,7 +330,7 @@ class Steps:
     def _leave(self, decoding: Decoding) -> None:
         for rows in self.joined:
             if decoding in rows.moves:
-                decoding.keep_states(rows)
+                rows.store(decoding)
                 rows.leave(decoding)
         self.joined = [rows for rows in self.joined if len(rows)]
 

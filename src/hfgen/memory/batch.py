@@ -198,6 +198,11 @@ class Batch:
                 self.model_kwargs[name] = value.narrow(dim, n_tokens, length - n_tokens)
         self.ids = self.ids[:, n_tokens:]
 
+    def trim_to(self, length: int) -> None:
+        """Drop the columns before the last ``length``, if there are more: padding in all rows."""
+        if (n_tokens := self.ids.shape[1] - length) > 0:
+            self.trim(n_tokens)
+
     @property
     def padding(self) -> list[int]:
         """The number of padding columns on the left of each row; the smallest of them can be trimmed."""
@@ -277,6 +282,21 @@ class OfBatch:
     def model_kwargs(self) -> ModelKwargs:
         return self.batch.model_kwargs
 
+    @model_kwargs.setter
+    def model_kwargs(self, model_kwargs: ModelKwargs) -> None:
+        self.batch.model_kwargs = model_kwargs
+
     @property
     def is_encoder_decoder(self) -> bool:
         return bool(self.model.config.is_encoder_decoder)
+
+    def append(self, other: Batch) -> None:
+        """Append rows. Raises ``ValueError``, before anything is changed, if they cannot join."""
+        both: Any = [each.model_kwargs.get("encoder_outputs") for each in (self.batch, other)]
+        if None not in both and self.model.main_input_name != "input_ids":
+            length, other_length = (states[0].shape[1] for states in both)
+            if length != other_length:  # a mask over frames of speech has another unit than states
+                raise ValueError(
+                    f"Encoder's states of {other_length} cannot be padded to {length}."
+                )
+        self.batch.append(other)

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from .. import families
+from ..decoding.loop import commit
 from ..memory.batch import Batch, OfBatch, take_rows
 from ..memory.caches import joining, slots
 from ..memory.caches.dynamic import upstream_kind
@@ -52,10 +53,6 @@ class States(OfBatch):
             if row is not None:
                 row.states, row.place = self, place
 
-    @property
-    def is_encoder_decoder(self) -> bool:
-        return bool(self.model.config.is_encoder_decoder)
-
     @classmethod
     def of_prompt(cls, row: Row) -> None:
         """Forward the prompt of ``row``, which gets new states and outputs."""
@@ -67,18 +64,15 @@ class States(OfBatch):
         }
         with edited(row, call.prompt, row.n_prompt):
             outputs = prefill(model, call.prompt.ids, call.config, kwargs)
-        is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        kwargs = model._update_model_kwargs_for_generation(
-            outputs, kwargs, is_encoder_decoder=is_encoder_decoder
-        )
-        if not isinstance(families.given_cache(kwargs), Cache):
+        ids = torch.nn.functional.pad(call.prompt.ids, (0, 1))
+        states = cls(model, Batch(ids, kwargs), [row], [row.n_prompt])
+        commit(states, outputs)  # type: ignore[arg-type]
+        if not isinstance(states.cache, Cache):
             raise ValueError(
                 f"{type(model).__name__} decodes without a cache of a known kind, so its rows cannot be "
                 "rewound or forked. Decode them with `generate`."
             )
-        ids = torch.nn.functional.pad(call.prompt.ids, (0, 1))
-        joining.check_declared(families.given_cache(kwargs))
-        states = cls(model, Batch(ids, kwargs), [row], [row.n_prompt])
+        joining.check_declared(states.cache)
         row.n_cached = row.n_prompt
         row.outputs = states.outputs_of(outputs, 0)
 
@@ -131,27 +125,20 @@ class States(OfBatch):
         batch = self.batch.extract(places)
         for row in rows:
             self.drop(row)
-        taken = States(self.model, batch, list(rows), held)
-        taken._trim()
-        return taken
-
-    def _trim(self) -> None:
-        """Drop the columns that are padding in all rows."""
-        padding = self.batch.ids.shape[1] - 1 - max(self.held)
-        if padding > 0:
-            self.batch.trim(padding)
+        batch.trim_to(max(held) + 1)
+        return States(self.model, batch, list(rows), held)
 
     def crop(self, n: int) -> None:
         """Drop the last ``n`` tokens of all rows."""
         for cache in self.batch.caches.values():
             roll_back(cache, n, families.layers_of_images(self.model))
-        self.batch.model_kwargs = resized(self, -n)  # type: ignore[arg-type]
+        self.model_kwargs = resized(self, -n)  # type: ignore[arg-type]
         self.batch.ids = self.batch.ids[:, :-n]
         self.held = [length - n for length in self.held]
 
     def absorb(self, other: States) -> None:
         """Append the rows of ``other``. Raises ``ValueError``, before anything is changed, if they cannot join."""
-        self.batch.append(other.batch)
+        self.append(other.batch)
         self.rows += other.rows
         self.held += other.held
         self._assign()
@@ -166,12 +153,10 @@ class States(OfBatch):
         for start in range(0, n, at_once):
             tokens = newest[:, start : start + at_once]
             self.batch.ids = torch.cat([self.batch.ids[:, :-1], tokens], dim=1)
-            self.batch.model_kwargs = resized(self, at_once - 1)  # type: ignore[arg-type]
+            self.model_kwargs = resized(self, at_once - 1)  # type: ignore[arg-type]
             with edited(rows[0], self, max(self.held) + start + at_once):
                 outputs = next_token(self, self.model.__call__, n_new=at_once)  # type: ignore[arg-type]
-            self.batch.model_kwargs = self.model._update_model_kwargs_for_generation(
-                outputs, self.batch.model_kwargs, is_encoder_decoder=self.is_encoder_decoder
-            )
+            commit(self, outputs)  # type: ignore[arg-type]
             self.batch.ids = torch.nn.functional.pad(self.batch.ids, (0, 1))
         self.held = [length + n for length in self.held]
         for place, row in enumerate(rows):
@@ -294,11 +279,6 @@ class MayJoin:
         longest = max(int(row.run.config.max_length) for row in rows)
         if not self.is_row_wise or eligibility.is_length_dependent(self.model, longest):
             return False
-        encoded: Any = [part.model_kwargs.get("encoder_outputs") for part in (states, other)]
-        if None not in encoded and self.model.main_input_name != "input_ids":
-            lengths = [outputs[0].shape[1] for outputs in encoded]
-            if lengths[0] != lengths[1]:  # a mask over frames has another unit than states
-                return False
         if states.ids.shape[1] == other.ids.shape[1]:
             return True
         if self.hides_padding is None:
