@@ -10,12 +10,7 @@ from typing import Any, Literal
 
 from ..logits.stopping import FinishReason
 from .engine import Engine
-from .request import (
-    EngineRequest,
-    RequestMetrics,
-    RequestOutput,
-    SequenceOutput,
-)
+from .request import EngineEvent, EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
 
 #: Arguments of ``generate_many`` that are the engine's.
 ENGINE_OPTIONS = ("max_rows", "memory", "prefill_tokens", "policy", "prefix_cache")
@@ -70,29 +65,18 @@ def generate_many(
     options = {name: kwargs.pop(name) for name in ENGINE_OPTIONS if name in kwargs}
     engine = Engine(model, tokenizer, **options)
     total = len(prompts) if isinstance(prompts, Sized) else None
-    return _generate(
-        engine, prompts, kwargs, in_order, JobProgress(total) if progress else None, on_error
-    )
+    counts = JobProgress(total)
 
-
-def _generate(
-    engine: Engine,
-    prompts: Iterable[Any],
-    kwargs: dict[str, Any],
-    in_order: bool,
-    progress: JobProgress | None,
-    on_error: OnError,
-) -> Iterator[RequestOutput]:
-    on_tokens = None if progress is None else progress.add_tokens
-    with progress or nullcontext():
-        numbered = outputs(engine, prompts, kwargs, in_order=in_order, on_tokens=on_tokens)
-        with closing(numbered):
+    def generate() -> Iterator[RequestOutput]:
+        numbered = outputs(engine, prompts, kwargs, in_order=in_order, on_events=counts.add_events)
+        with counts if progress else nullcontext(), closing(numbered):
             for number, output in numbered:
-                if progress is not None:
-                    progress.add_done()
+                counts.add_done()
                 if output.error is not None and on_error == "raise":
                     raise output.error
                 yield replace(output, id=str(number))
+
+    return generate()
 
 
 def outputs(
@@ -101,12 +85,11 @@ def outputs(
     kwargs: Mapping[str, Any],
     *,
     in_order: bool,
-    on_tokens: Callable[[int], None] | None = None,
+    on_events: Callable[[list[EngineEvent]], None],
 ) -> Generator[tuple[int, RequestOutput], None, None]:
     """Yield the number of each prompt, from 0, and its output; closes the ``engine`` at the end.
 
-    As many requests wait in the engine as it has rows. ``on_tokens`` is called with the number of tokens of
-    each step.
+    As many requests wait in the engine as it has rows. ``on_events`` gets the events of each step.
     """
     remaining_prompts = iter(prompts)
     max_rows = engine.scheduler.max_rows
@@ -131,9 +114,7 @@ def outputs(
                     finished[number] = failed(error, engine.tokenizer is not None)
                     break  # endless prompts that are all wrong have outputs, too
             if running:
-                n_tokens = sum(len(event.token_ids) for event in engine.step())
-                if on_tokens is not None and n_tokens:
-                    on_tokens(n_tokens)
+                on_events(engine.step())
                 for number in [n for n, request in running.items() if request.done]:
                     finished[number] = engine.result(running.pop(number))
             while finished:
@@ -182,6 +163,10 @@ class JobProgress:
         """Count ``n`` generated tokens."""
         self.n_tokens += n
         self._show()
+
+    def add_events(self, events: list[EngineEvent]) -> None:
+        """Count the tokens of a step."""
+        self.add_tokens(sum(len(event.token_ids) for event in events))
 
     def add_done(self) -> None:
         """Count a request that has ended."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,9 @@ from ..prepare import rows, validate
 from ..prepare.config import resolve
 from ..state.call import Request
 from .engine import Engine
-from .request import EngineEvent, EngineRequest
+from .many import outputs
+from .prompts import model_inputs
+from .request import EngineEvent, RequestOutput
 
 logger = logging.get_logger("ContinuousBatchingLogger")
 
@@ -94,124 +96,88 @@ def generate_batch(
     batching = continuous_batching_config or getattr(config, "continuous_batching_config", None)
     if not isinstance(batching, ContinuousBatchingConfig):
         batching = ContinuousBatchingConfig()
-    with _eager_for_paged(self), Engine(self.eval(), **_engine_options(batching)) as engine:
-        waiting = deque(
-            _Sequences(self, config, batching, index, prompt, own)
-            for index, (prompt, own) in enumerate(zip(inputs, arguments, strict=True))
-        )
-        names = [output.request_id for sequences in waiting for output in sequences.outputs]
-        bar = tqdm(total=len(names), unit="sequence") if progress_bar else None
-        results: dict[str, GenerationOutput] = {}
-        running: dict[EngineRequest, _Sequences] = {}
-        while waiting or running:
-            done: list[_Sequences] = []
-            while waiting and engine.n_waiting < engine.scheduler.max_rows:
-                sequences = waiting.popleft()
-                try:
-                    running[sequences.add(engine)] = sequences
-                except (
-                    Exception
-                ) as error:  # one that the engine refuses fails, and the others go on
-                    sequences.end(error)
-                    done.append(sequences)
-            for event in engine.step() if running else ():
-                running[event.request].gain(event, record_timestamps)
-            for request in [request for request in running if request.done]:
-                done.append(sequences := running.pop(request))
-                result = request.result()
-                reason = RuntimeError(f"The request ended as {result.finish_reason!s}.")
-                sequences.end(result.error or reason)
-            for sequences in done:
-                results |= {output.request_id: output for output in sequences.outputs}
-                if bar is not None:
-                    bar.update(len(sequences.outputs))
-    if bar is not None:
-        bar.close()
-    if failed := [output for output in results.values() if output.error is not None]:
-        first = failed[0]
-        logger.error(f"{len(failed)} of {len(names)} failed; {first.request_id}: {first.error}")
-    return {name: results[name] for name in names}
-
-
-class _Sequences:
-    """The sequences of one prompt, by upstream's ids: those of its children, then its own."""
-
-    def __init__(
-        self,
-        model: Any,
-        config: GenerationConfig,
-        batching: ContinuousBatchingConfig,
-        index: int,
-        prompt: Any,
-        arguments: dict[str, Any],
-    ) -> None:
-        self.model, self.config, self.batching, self.index = model, config, batching, index
-        self.prompt, self.arguments, self.ids = prompt, arguments, _ids_of(prompt)
-        counts = (
-            arguments.get("num_return_sequences"),
-            getattr(arguments.get("generation_config", config), "num_return_sequences", None),
-            model.generation_config.num_return_sequences,
-        )
-        n = next((n for n in counts if n is not None), 1)
+    prompts, results = [], []
+    for index, (prompt, own) in enumerate(zip(inputs, arguments, strict=True)):
+        with suppress(Exception):  # the engine says what is wrong with a prompt
+            prompt = model_inputs(prompt, own.get("tokenizer"), families.device_of(self))
+        tensor = prompt.get("input_ids") if isinstance(prompt, Mapping) else None
+        ids = tensor.flatten().tolist() if isinstance(tensor, Tensor) else []
+        own = _request_arguments(self, config, batching, index, len(ids), own)
+        prompts.append((prompt, own))
+        configs = own.get("generation_config"), self.generation_config
+        counts = (getattr(each, "num_return_sequences", None) for each in configs)
+        n = own.get("num_return_sequences") or next((n for n in counts if n is not None), 1)
         names = [*(f"req_{index}__child#{i}" for i in range(n - 1)), f"req_{index}"]
-        self.outputs = [GenerationOutput(name, self.ids) for name in names]
+        results.append([GenerationOutput(name, ids) for name in names])
+    times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
 
-    def add(self, engine: Engine) -> EngineRequest:
-        """Give the prompt to the engine. Raises what ``Engine.add`` raises."""
-        request = engine.add(self.prompt, **self.request_arguments())
-        if not self.ids:  # a text, or a chat
-            self.ids += _ids_of(request.arguments.kwargs)
-        #: By the clock of upstream's times, which need not be the engine's.
-        self.entered = request.added + time.perf_counter() - time.monotonic()
-        return request
+    def note_times(events: list[EngineEvent]) -> None:
+        now = time.perf_counter()
+        for event in events if record_timestamps else ():
+            times[event.request.id, event.row] += [now] * len(event.token_ids)
 
-    def request_arguments(self) -> dict[str, Any]:
-        """The arguments of ``Engine.add``: the prompt's own ones override the config, which the model's."""
-        model, batching = self.model, self.batching
-        kwargs = {name: value for name, value in self.arguments.items() if value is not None}
-        config = kwargs.pop("generation_config", self.config)
-        configs = config, model.generation_config
+    bar = tqdm(total=sum(map(len, results)), unit="sequence", disable=not progress_bar)
+    with bar, _eager_for_paged(self):
+        engine = Engine(self.eval(), **_engine_options(batching))
+        for index, output in outputs(engine, prompts, {}, in_order=False, on_events=note_times):
+            for row, result in enumerate(results[index]):
+                _fill(result, output, row)
+                result.timestamps = times.pop((output.id, row), None)
+            bar.update(len(results[index]))
+    by_name = {result.request_id: result for each in results for result in each}
+    if failed := [result for result in by_name.values() if result.error is not None]:
+        first = failed[0]
+        logger.error(f"{len(failed)} of {len(by_name)} failed; {first.request_id}: {first.error}")
+    return by_name
 
-        def is_set(name: str) -> bool:
-            return name in kwargs or any(getattr(c, name, None) is not None for c in configs)
 
-        if batching.return_logprobs and not is_set("logprobs"):
-            kwargs |= {"logprobs": 0, "logprobs_mode": "processed_logprobs"}
-        if batching.seed is not None and not is_set("seed"):
-            kwargs["seed"] = (batching.seed + self.index) % 2**63
-        if not is_set("max_new_tokens") and not is_set("max_length"):
-            positions = families.max_positions(model)
-            n_before = 1 if model.config.is_encoder_decoder else len(self.ids)
-            if positions is not None and n_before > 0:
-                kwargs["max_new_tokens"] = max(positions - n_before, 1)
-        eos = kwargs.get("eos_token_id", config.eos_token_id)
-        if eos is not None and any(token < 0 for token in rows.each(eos)):  # which stand for none
-            valid = [token for token in rows.each(eos) if token >= 0]
-            kwargs |= {"eos_token_id": valid} if valid else {"eos_token_id": 0, "ignore_eos": True}
-        if config is model.generation_config:
-            return kwargs
-        config, kwargs = rows.with_fields(config, kwargs)
-        return kwargs | {"generation_config": config}
+def _fill(result: GenerationOutput, output: RequestOutput, row: int) -> None:
+    """Write a sequence of ``output``; one that was refused has a single one for all rows."""
+    now, metrics = time.perf_counter(), output.metrics
+    sequence = output.sequences[min(row, len(output.sequences) - 1)]
+    result.generated_tokens = sequence.token_ids
+    result.logprobs = [entry.logprob for entry in sequence.logprobs or ()]
+    if metrics.queue_time is not None and metrics.total_time is not None:
+        result.lifespan = now - metrics.total_time + metrics.queue_time, now
+    result.status = RequestStatus.FINISHED
+    if sequence.finish_reason in FAILURES:
+        error = output.error or RuntimeError(f"The request ended as {sequence.finish_reason!s}.")
+        result.status, result.error = RequestStatus.FAILED, str(error) or repr(error)
 
-    def gain(self, event: EngineEvent, record_timestamps: bool) -> None:
-        """Add an event to the result of its sequence."""
-        output, now = self.outputs[event.row], time.perf_counter()
-        if output.status == RequestStatus.PENDING:
-            output.status = RequestStatus.DECODING
-            output.lifespan = self.entered + (event.request.times.queue_time or 0.0), -1
-        output.generated_tokens += event.token_ids
-        output.logprobs += [entry.logprob for entry in event.logprobs or ()]
-        if record_timestamps:
-            output.timestamps = [*(output.timestamps or ()), *[now] * len(event.token_ids)]
-        if event.finish_reason is not None and event.finish_reason not in FAILURES:
-            output.status = RequestStatus.FINISHED
-            output.lifespan = output.lifespan[0], now
 
-    def end(self, error: BaseException) -> None:
-        """Fail the sequences that have not come to their end."""
-        for output in self.outputs:
-            if output.status < RequestStatus.FINISHED:
-                output.status, output.error = RequestStatus.FAILED, str(error) or repr(error)
+def _request_arguments(
+    model: Any,
+    config: GenerationConfig,
+    batching: ContinuousBatchingConfig,
+    index: int,
+    n_tokens: int,
+    arguments: dict[str, Any],
+) -> dict[str, Any]:
+    """The arguments of ``Engine.add``: the prompt's own ones override the config, which the model's."""
+    kwargs = {name: value for name, value in arguments.items() if value is not None}
+    config = kwargs.pop("generation_config", config)
+    configs = config, model.generation_config
+
+    def is_set(name: str) -> bool:
+        return name in kwargs or any(getattr(c, name, None) is not None for c in configs)
+
+    if batching.return_logprobs and not is_set("logprobs"):
+        kwargs |= {"logprobs": 0, "logprobs_mode": "processed_logprobs"}
+    if batching.seed is not None and not is_set("seed"):
+        kwargs["seed"] = (batching.seed + index) % 2**63
+    if not is_set("max_new_tokens") and not is_set("max_length"):
+        positions = families.max_positions(model)
+        n_before = 1 if model.config.is_encoder_decoder else n_tokens
+        if positions is not None and n_before > 0:
+            kwargs["max_new_tokens"] = max(positions - n_before, 1)
+    eos = kwargs.get("eos_token_id", config.eos_token_id)
+    if eos is not None and any(token < 0 for token in rows.each(eos)):  # which stand for none
+        valid = [token for token in rows.each(eos) if token >= 0]
+        kwargs |= {"eos_token_id": valid} if valid else {"eos_token_id": 0, "ignore_eos": True}
+    if config is model.generation_config:
+        return kwargs
+    config, kwargs = rows.with_fields(config, kwargs)
+    return kwargs | {"generation_config": config}
 
 
 def _arguments(model: Any, n: int, config: Any, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -231,12 +197,7 @@ def _arguments(model: Any, n: int, config: Any, kwargs: dict[str, Any]) -> list[
             f"A list has to have one value for each prompt, but there are {len(requests)} values and "
             f"{n} prompts."
         )
-    return [
-        {name: v for name in Request.__slots__[:-1] if (v := getattr(each, name)) is not None}
-        | each.kwargs
-        | of_engine
-        for each in requests
-    ]
+    return [each.arguments | of_engine for each in requests]
 
 
 def _engine_options(config: ContinuousBatchingConfig) -> dict[str, Any]:
@@ -254,15 +215,6 @@ def _engine_options(config: ContinuousBatchingConfig) -> dict[str, Any]:
         )
     values = {new: getattr(config, old) for old, new in OPTIONS.items()}
     return {name: v for name, v in values.items() if v is not None} | {"policy": policy}
-
-
-def _ids_of(prompt: Any) -> list[int]:
-    """The ids of a prompt that is given as such; none of a text or a chat."""
-    ids: Any = prompt.get("input_ids") if isinstance(prompt, Mapping) else prompt
-    if isinstance(ids, Tensor):
-        return ids.flatten().tolist()
-    is_ids = isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids)
-    return [*ids] if is_ids else []
 
 
 @contextmanager

@@ -57,15 +57,7 @@ def split(model: Any, request: Request) -> list[dict[str, Any]]:
             f"A list has to have one value for each prompt: {names} has {len(requests)}, and there are "
             f"{n_rows} prompts."
         )
-    rows = []
-    for index, own in enumerate(requests):
-        arguments = {
-            name: getattr(own, name) for name in own.__slots__ if name != "kwargs"
-        } | own.kwargs
-        rows.append(
-            _row_of(model, {n: v for n, v in arguments.items() if v is not None}, index, n_rows)
-        )
-    return rows
+    return [_row_of(model, own.arguments, index, n_rows) for index, own in enumerate(requests)]
 
 
 def _row_of(model: Any, arguments: dict[str, Any], index: int, n_rows: int) -> dict[str, Any]:

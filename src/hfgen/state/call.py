@@ -46,6 +46,12 @@ class Request:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """Those that are set, by name."""
+        named = {name: getattr(self, name) for name in self.__slots__[:-1]} | self.kwargs
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
     def runs_elsewhere(self) -> bool:
         """A repository's own ``generate`` or continuous batching runs the call, not hfgen's loop."""
         cache_name = str(self.kwargs.get("cache_implementation"))  # an array equals no text

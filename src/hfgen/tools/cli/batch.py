@@ -101,8 +101,8 @@ class Job:
         """Answer all lines."""
         from ...engine import many
 
-        on_tokens = self.progress.add_tokens
-        outputs = many.outputs(engine, self.prompts(), {}, in_order=False, on_tokens=on_tokens)
+        on_events = self.progress.add_events
+        outputs = many.outputs(engine, self.prompts(), {}, in_order=False, on_events=on_events)
         for number, output in outputs:
             line, of_line, place = self.running.pop(number)
             of_line[place] = output
