@@ -82,6 +82,7 @@ class Engine:
             optimistic=optimistic,
         )
         self.steps = Steps(self.model, self.scheduler, row_memory)
+        self.stats: EngineStats = self.steps.stats
         self._probe()
         #: Requests whose result was not handed over, by id. The caller keeps those that are done; the engine
         #: keeps the last ones, in ``_done``.
@@ -107,6 +108,8 @@ class Engine:
 
     # ------------------------------------------------------------ requests
 
+    @torch.inference_mode(False)  # steps write to its tensors
+    @torch.no_grad()
     def add(
         self, prompt: Any, *, priority: int = 0, timeout: float | None = None, **kwargs: Any
     ) -> EngineRequest:
@@ -119,9 +122,6 @@ class Engine:
         Raises what ``generate`` raises for arguments that cannot be used, ``QueueFullError``,
         ``DoesNotFitError`` for a request that never fits, and ``EngineClosedError``.
         """
-        if torch.is_inference_mode_enabled():  # other steps write to its tensors
-            with torch.inference_mode(False):
-                return self.add(prompt, priority=priority, timeout=timeout, **kwargs)
         self._check_open()
         self._check_thread()
         check_numbers(priority, timeout)
@@ -237,10 +237,6 @@ class Engine:
     @property
     def n_waiting(self) -> int:
         return len(self.scheduler.waiting)
-
-    @property
-    def stats(self) -> EngineStats:
-        return self.steps.stats
 
     def events(self) -> Iterator[EngineEvent]:
         """Step until nothing is left to do, and yield the events of all sequences.

@@ -92,7 +92,6 @@ def make_way(steps: Steps) -> None:
                 joining.move_to(cache, HOST)
             with steps.lock:
                 scheduler.readmit(item)
-            request.state = "waiting"
             steps.stats.n_taken_out += 1
 
 
@@ -107,7 +106,6 @@ def put_back(steps: Steps, chunk: Chunk) -> bool:
         batch, decoding.waiting_rows = decoding.waiting_rows, None
         for cache in batch.caches.values():
             joining.move_to(cache, decoding.run.ids.device)
-        request.state = "decoding" if decodes else "prefill"
         if decodes:
             steps.place(decoding, batch)
             steps.scheduler.advance(chunk.item, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..logits.stopping import FinishReason
 from ..streaming import StreamEvent
@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from ..logits.logprobs import TokenLogprob
     from ..state.call import Request
     from .engine import Engine
-    from .scheduler import Item
-
-State = Literal["waiting", "prefill", "decoding", "done"]
+    from .scheduler import Item, State
 
 
 @dataclass(slots=True)
@@ -98,9 +96,7 @@ class EngineRequest:
     priority: int = 0
     #: When it ends with the tokens that it has by then.
     deadline: float | None = None
-    n_sequences: int = 1
     added: float = 0.0
-    state: State = "waiting"
     item: Item | None = None
     decoding: Decoding | None = None
     #: The reason that ends it before the next step.
@@ -114,8 +110,15 @@ class EngineRequest:
         return f"EngineRequest({self.id!r}, {self.state!r})"
 
     @property
+    def state(self) -> State:
+        """``"waiting"``, ``"prefill"``, ``"decoding"`` or ``"done"``."""
+        if self.done:
+            return "done"
+        return "waiting" if self.item is None else self.item.state
+
+    @property
     def done(self) -> bool:
-        return self.state == "done"
+        return self.output is not None
 
     def cancel(self) -> None:
         """End the request with what it has, in any state; from any thread."""
@@ -143,41 +146,36 @@ class EngineRequest:
         """The call of the request, prepared once. Raises what ``generate`` raises for its arguments."""
         if self.decoding is None:
             self.decoding = Decoding(model, self)
-            self.n_sequences = int(self.decoding.run.config.num_return_sequences or 1)
         return self.decoding
 
     def end(self, now: float, error: BaseException | None, generated: Any) -> list[int]:
         """Build the output. Sequences that had not ended get the reason ``ends_as``; returns their rows."""
-        times, ended_now = self.times, []
-        for row in range(max(self.n_sequences, len(self.sequences), 1)):
+        times, ended_now, decoding = self.times, [], self.decoding
+        run: Any = decoding and decoding.run
+        n_sequences = 1 if run is None else run.config.num_return_sequences or 1
+        for row in range(max(n_sequences, len(self.sequences))):
             sequence = self.sequences.setdefault(row, SequenceOutput())
             if sequence.finish_reason is None:
                 sequence.finish_reason = self.ends_as
                 ended_now.append(row)
-            if sequence.text is None and self.has_text:
+            if sequence.text is None and self.arguments.kwargs.get("tokenizer") is not None:
                 sequence.text = ""
         longest = max(len(sequence.token_ids) for sequence in self.sequences.values())
         times.total_time = now - self.added
         if longest > 1 and self.last_token is not None and times.time_to_first_token is not None:
-            decoding = self.last_token - self.added - times.time_to_first_token
-            times.time_per_output_token = decoding / (longest - 1)
-        prompt_ids: list[int] = [] if self.decoding is None else self.decoding.prompt_ids
-        extras = {} if self.decoding is None else self.decoding.run.extras
+            decode_time = self.last_token - self.added - times.time_to_first_token
+            times.time_per_output_token = decode_time / (longest - 1)
         self.output = RequestOutput(
             self.id,
-            prompt_ids,
+            [] if decoding is None else decoding.prompt_ids,
             [self.sequences[row] for row in sorted(self.sequences)],
             times,
             error,
-            extras.get("prompt_logprobs"),
+            run and run.extras.get("prompt_logprobs"),
             generated,
         )
-        self.state, self.decoding, self.item = "done", None, None
+        self.decoding = self.item = None
         return ended_now
-
-    @property
-    def has_text(self) -> bool:
-        return self.arguments.kwargs.get("tokenizer") is not None
 
 
 @dataclass(slots=True)

@@ -128,7 +128,7 @@ class Steps:
             chunk
             for chunk, decoding in decodings.items()
             if chunk.n_tokens == chunk.item.n_tokens
-            and self.hides_padding
+            and self.classes.hides.get(False)
             and decoding.may_share_prompt
         }
         groups: list[list[Chunk]] = []
@@ -158,7 +158,6 @@ class Steps:
             self.stats.prefill_tokens += chunk.n_tokens
             self.scheduler.advance(chunk.item, chunk.n_tokens)
             with self.failures_of(decoding.request):
-                decoding.request.state = "decoding"
                 self._gain(decoding.request, decoding.rows.step(own_outputs))
         if len(rows):
             for decoding in rows.members:
@@ -168,11 +167,10 @@ class Steps:
 
     def _forward_chunk(self, chunk: Chunk, decoding: Decoding) -> None:
         """Forward a part of a prompt; after the last one, its rows join those that decode."""
-        item, request = chunk.item, decoding.request
+        item, request, run = chunk.item, decoding.request, decoding.run
         with self.failures_of(request):
             if not decoding.joins:
                 self.scheduler.advance(item, item.n_left)
-                request.state = "decoding"
                 self.alone.append(request)
                 return
             n = min(chunk.n_tokens, item.n_left)
@@ -183,10 +181,13 @@ class Steps:
             if is_last:
                 if not self.memory.measured:
                     self._measure(decoding)
-                request.state = "decoding"
                 self._gain(request, events)
                 if not decoding.run.finished:
-                    self._join(decoding)
+                    if (session := decoding.call.prefix_session) is not None:
+                        session.detach()
+                    decoding.check()
+                    decoding.plain = PlainRows.of(decoding.rows)
+                    self.place(decoding, Batch(run.ids.clone(), run.model_kwargs))
 
     def _measure(self, decoding: Decoding) -> None:
         """Measure a row's bytes on the first cache; end waiting requests that can never fit."""
@@ -206,28 +207,14 @@ class Steps:
 
     def _begun(self, request: EngineRequest, item: Item) -> Decoding:
         """The request's call, prepared if it is not yet, with stored prefixes of its prompt in the cache."""
-        if request.state != "waiting":
+        if request.times.queue_time is not None:
             assert request.decoding is not None
             return request.decoding
-        request.state = "prefill"
         request.times.queue_time = time.monotonic() - request.added
         decoding = request.prepare(self.model)
         item.stays = not decoding.joins
         item.n_done = min(decoding.begin(), item.n_tokens - 1)
         return decoding
-
-    @property
-    def hides_padding(self) -> bool | None:
-        """Whether rows of different length may be in one batch; ``None`` until it matters."""
-        return self.classes.hides.get(False)
-
-    def _join(self, decoding: Decoding) -> None:
-        """Move the rows of a request from its own cache to a batch."""
-        if (session := decoding.call.prefix_session) is not None:
-            session.detach()
-        decoding.check()
-        decoding.plain = PlainRows.of(decoding.rows)
-        self.place(decoding, Batch(decoding.run.ids.clone(), decoding.run.model_kwargs))
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
         """Add the rows of a request, those of ``batch``, to a batch of their form or to a new one."""
@@ -308,7 +295,11 @@ class Steps:
         reason = None if has_ended else request.ends_as
         self.alone = [other for other in self.alone if other is not request]
         if decoding is not None:
-            self._leave(decoding)
+            for rows in self.joined:
+                if decoding in rows.moves:
+                    rows.store(decoding)
+                    rows.leave(decoding)
+            self.joined = [rows for rows in self.joined if len(rows)]
             if error is None and reason is None:
                 try:
                     events, generated = decoding.finish()
@@ -326,13 +317,6 @@ class Steps:
             del self.requests[request.item]
         for row in request.end(time.monotonic(), error, generated):
             self.events.append(EngineEvent(request, row, (), "", None, reason))
-
-    def _leave(self, decoding: Decoding) -> None:
-        for rows in self.joined:
-            if decoding in rows.moves:
-                rows.store(decoding)
-                rows.leave(decoding)
-        self.joined = [rows for rows in self.joined if len(rows)]
 
     @contextmanager
     def failures_of(self, request: EngineRequest) -> Iterator[None]:
