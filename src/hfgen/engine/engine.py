@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from transformers import GenerationConfig
 
 from .. import families
 from ..mixin import driven, mixed_view
@@ -169,20 +168,17 @@ class Engine:
 
     def _arguments(self, prompt: Any, kwargs: dict[str, Any]) -> Request:
         """The arguments of ``generate`` for a prompt and the ``kwargs`` of ``add``."""
-        has_stop = "stop" in kwargs
-        kwargs = rows.with_stop_strings(Request(kwargs=kwargs)).kwargs if has_stop else {**kwargs}
+        if "stop" in kwargs:
+            kwargs = rows.with_stop_strings(Request(kwargs=kwargs)).kwargs
         if self.tokenizer is not None:
-            kwargs.setdefault("tokenizer", self.tokenizer)
+            kwargs = {"tokenizer": self.tokenizer} | kwargs
         inputs = model_inputs(prompt, kwargs.get("tokenizer"), families.device_of(self.model))
         if doubled := inputs.keys() & kwargs.keys() & {"input_ids", "inputs", "inputs_embeds"}:
             raise ValueError(
                 f"`{doubled.pop()}` is the prompt itself: do not pass it as an argument."
             )
-        kwargs |= {"return_dict_in_generate": True, "drop_finished": False}
-        if isinstance(config := kwargs.get("generation_config"), GenerationConfig):
-            config, kwargs = rows.with_fields(config, kwargs)
-            kwargs["generation_config"] = config
-        return driven(self.model, Request.of(**inputs | kwargs))
+        kwargs = kwargs | {"return_dict_in_generate": True, "drop_finished": False}
+        return driven(self.model, Request.of(**inputs | rows.folded(kwargs)))
 
     def _is_prepared_at_once(self, arguments: Request) -> bool:
         """Whether preparing a request forwards nothing: there is no encoder, of text or of images."""

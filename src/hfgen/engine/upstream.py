@@ -176,16 +176,13 @@ def _request_arguments(
         kwargs |= {"eos_token_id": valid} if valid else {"eos_token_id": 0, "ignore_eos": True}
     if config is model.generation_config:
         return kwargs
-    config, kwargs = rows.with_fields(config, kwargs)
-    return kwargs | {"generation_config": config}
+    return rows.folded(kwargs | {"generation_config": config})
 
 
 def _arguments(model: Any, n: int, config: Any, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
     """The arguments of each of ``n`` prompts; what none could have is raised."""
     of_engine = {name: kwargs.pop(name) for name in OF_ENGINE if name in kwargs}
-    if isinstance(config, GenerationConfig):
-        config, kwargs = rows.with_fields(config, kwargs)
-    request = Request.of(generation_config=config, **kwargs)
+    request = Request.of(**rows.folded(kwargs | {"generation_config": config}))
     validate.check_request(request)
     call, model_kwargs = resolve(model, request)
     call.release()

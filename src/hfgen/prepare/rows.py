@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from ..settings.fields import FIELDS, PER_CALL, PER_ROW, FieldError
 from ..state import seeds
@@ -94,6 +95,14 @@ def with_fields(config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any
         if value is not None:
             setattr(config, name, value)
     return config, {name: v for name, v in kwargs.items() if fields.get(name) is None}
+
+
+def folded(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments`` with their fields in the ``generation_config``, if there is one: ``generate`` warns of both."""
+    if not isinstance(config := arguments.get("generation_config"), GenerationConfig):
+        return dict(arguments)
+    config, others = with_fields(config, arguments)
+    return others | {"generation_config": config}
 
 
 def resolve(model: Any, requests: list[Request], list_arguments: tuple[str, ...]) -> RowParams:

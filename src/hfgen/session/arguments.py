@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from .. import families
 from ..decoding.strategies import Sample
@@ -155,14 +154,6 @@ def ids_of(tokens: Any, row: Row) -> list[int]:
             f"{len(tokens)} tokens are fed to a row that has room for {most}: set `max_new_tokens`."
         )
     return [int(token) for token in tokens]
-
-
-def folded(arguments: dict[str, Any]) -> dict[str, Any]:
-    """``arguments`` with their fields in the ``generation_config``, if there is one: ``generate`` warns of both."""
-    if not isinstance(config := arguments.get("generation_config"), GenerationConfig):
-        return dict(arguments)
-    config, others = values_per_row.with_fields(config, arguments)
-    return others | {"generation_config": config}
 
 
 def check_number(number: Any, name: str, least: int) -> None:

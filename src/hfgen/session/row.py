@@ -21,6 +21,7 @@ from ..logits import logprobs
 from ..logits.processors.samplers import Feedback
 from ..logits.stopping import FinishReason
 from ..mixin import driven
+from ..prepare.rows import folded
 from ..prepare.stages import prepare, prepare_functions
 from ..running.step_inputs import MEDIA
 from ..settings.kinds import is_zero
@@ -30,7 +31,7 @@ from ..state.run import Run
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
 from ..streaming.plain import Choice, PlainRows
-from .arguments import check, folded
+from .arguments import check
 from .states import States
 
 #: What an encoder has made of a prompt, which is not encoded again.
@@ -283,7 +284,3 @@ class Row:
         recorder = Recorder(self.run, self.call.record)
         n_new = self.n_tokens - self.n_prompt
         recorder.keep(number, recorder.of_row(self.run, self.run.ids, 0, n_new), found)
-
-    def newest(self, n: int) -> Tensor:
-        """The last ``n`` tokens ``(n,)``."""
-        return self.run.ids[0, -n:]

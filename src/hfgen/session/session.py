@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from numbers import Integral
 from typing import Any, TypeVar
@@ -221,11 +221,8 @@ class Session:
             raise ValueError(
                 "Sessions of two models cannot be joined: their caches are of other weights."
             )
-        with self._turn():
-            if other is self:
-                return self._of([row.copy() for row in (*self._rows, *self._rows)])
-            with other._turn():
-                return self._of([row.copy() for row in (*self._rows, *other._rows)])
+        with self._turn(), nullcontext() if other is self else other._turn():
+            return self._of([row.copy() for row in (*self._rows, *other._rows)])
 
     @_operation
     def rewind(self, n: int | Sequence[int]) -> None:

@@ -149,7 +149,7 @@ class States(OfBatch):
         """Forward the next ``n`` tokens of each row, which get outputs."""
         rows = [row for row in self.rows if row is not None]
         at_once = n if n == 1 or self.can_extend else 1
-        newest = torch.stack([row.newest(n) for row in rows])
+        newest = torch.stack([row.run.ids[0, -n:] for row in rows])
         for start in range(0, n, at_once):
             tokens = newest[:, start : start + at_once]
             self.batch.ids = torch.cat([self.batch.ids[:, :-1], tokens], dim=1)

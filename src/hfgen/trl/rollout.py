@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any
@@ -35,15 +35,7 @@ NEUTRAL = {
 Fields = Callable[[list[Any], list[RequestOutput]], dict[str, list[Any]]]
 
 
-def rollout(
-    engine: Engine | None = None,
-    *,
-    exact: bool = False,
-    seed: int | None = None,
-    fields: Fields | None = None,
-    max_rows: int = 32,
-    **kwargs: Any,
-) -> Rollout:
+class Rollout:
     """A ``rollout_func`` of TRL's ``GRPOTrainer`` that generates with continuous batching.
 
     Up to ``max_rows`` completions are one batch; more of them, and drafts and the like, go through an engine. Equal
@@ -67,35 +59,36 @@ def rollout(
     Raises:
         TypeError, ValueError: An argument is of another type, or names an option that ``GRPOConfig`` has.
     """
-    if not isinstance(engine, Engine | None):
-        raise TypeError(
-            f"rollout(): `engine` has to be an hfgen.Engine, but is {type(engine).__name__}."
-        )
-    if not (seed is None or (isinstance(seed, int) and not isinstance(seed, bool))):
-        raise TypeError(f"rollout(): `seed` has to be an integer, but is {seed!r}.")
-    if doubled := [name for name in OF_TRAINER if name in kwargs]:
-        raise ValueError(
-            f"rollout(): `{doubled[0]}` is an option of GRPOConfig, which the trainer's loss has to know: set it "
-            "there (`max_completion_length` for `max_new_tokens`)."
-        )
-    return Rollout(engine, exact, seed, fields, max_rows, kwargs)
 
-
-@dataclass(eq=False)
-class Rollout:
-    """What ``rollout`` returns; ``outputs`` are those of the last call, one for each prompt."""
-
-    engine: Engine | None
-    exact: bool
-    seed: int | None
-    fields: Fields | None
-    max_rows: int
-    kwargs: dict[str, Any]
-    outputs: list[RequestOutput] = field(default_factory=list)
-    #: The engine of the last call, without one of the caller's.
-    kept: Engine | None = None
-    #: The trainer's mode and step of the last call, and how many calls this step had before it.
-    last_step: tuple[Any, int] = (None, 0)
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        *,
+        exact: bool = False,
+        seed: int | None = None,
+        fields: Fields | None = None,
+        max_rows: int = 32,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(engine, Engine | None):
+            raise TypeError(
+                f"rollout(): `engine` has to be an hfgen.Engine, but is {type(engine).__name__}."
+            )
+        if not (seed is None or (isinstance(seed, int) and not isinstance(seed, bool))):
+            raise TypeError(f"rollout(): `seed` has to be an integer, but is {seed!r}.")
+        if doubled := [name for name in OF_TRAINER if name in kwargs]:
+            raise ValueError(
+                f"rollout(): `{doubled[0]}` is an option of GRPOConfig, which the trainer's loss has to know: set it "
+                "there (`max_completion_length` for `max_new_tokens`)."
+            )
+        self.engine, self.exact, self.seed, self.fields = engine, exact, seed, fields
+        self.max_rows, self.kwargs = max_rows, kwargs
+        #: Those of the last call, one for each prompt.
+        self.outputs: list[RequestOutput] = []
+        #: The engine of the last call, without one of the caller's.
+        self.own_engine: Engine | None = None
+        #: The trainer's mode and step of the last call, and how many calls this step had before it.
+        self.last_step: tuple[Any, int] = (None, 0)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Generate a completion for each prompt. Raises what ``engine.add`` raises, and the error of a request."""
@@ -154,13 +147,13 @@ class Rollout:
         fits = len(prompt_ids) <= self.max_rows and len(set(sizes)) == 1
         if fits and self.engine is None and not self.kwargs:
             return in_a_batch(model, tokenizer, prompt_ids, sizes[0], arguments, seeds)
-        engine, embeddings = self.engine or self.kept, model.get_input_embeddings()
+        engine, embeddings = self.engine or self.own_engine, model.get_input_embeddings()
         if engine is None or engine.model.get_input_embeddings() is not embeddings:
             if self.engine is not None:
                 raise ValueError(
                     "rollout(): the engine's model is not the trainer's. Make the engine of that, or leave it out."
                 )
-            engine = self.kept = Engine(model, tokenizer, max_rows=self.max_rows)
+            engine = self.own_engine = Engine(model, tokenizer, max_rows=self.max_rows)
         requests: list[EngineRequest] = []
         try:
             for ids, equal in groupby(prompt_ids):
@@ -181,6 +174,10 @@ class Rollout:
         return [replace(o, sequences=[sequence]) for o in outputs for sequence in o.sequences]
 
 
+#: The class by the name of what is passed to a trainer: ``rollout_func=rollout()``.
+rollout = Rollout
+
+
 def in_a_batch(
     model: Any,
     tokenizer: Any,
@@ -193,27 +190,23 @@ def in_a_batch(
     rows = [torch.tensor(ids) for ids in prompt_ids[::n_samples]]
     masks = [torch.ones_like(row) for row in rows]
     pad = arguments.get("pad_token_id") or 0
-    options = {
-        "num_return_sequences": n_samples,
-        "seed": seeds[: len(rows)],
-        "drop_finished": len(prompt_ids) > 1,
-        "return_dict_in_generate": True,
-    }
     view = mixed_view(model)
     output = view.generate(
         pad_sequence(rows, True, pad, padding_side="left").to(view.device),
         attention_mask=pad_sequence(masks, True, padding_side="left").to(view.device),
         tokenizer=tokenizer,
+        num_return_sequences=n_samples,
+        seed=seeds[: len(rows)],
+        drop_finished=len(prompt_ids) > 1,
+        return_dict_in_generate=True,
         **arguments,
-        **options,
     )
     start = max(map(len, rows))
     outputs = []
-    for row, ids in enumerate(prompt_ids):
-        logprobs = output.logprobs[row]
-        tokens = output.sequences[row, start : start + len(logprobs)].tolist()
-        reason = output.finish_reasons[row]
-        sequence = SequenceOutput(tokens, output.texts[row], reason, logprobs)
+    columns = output.logprobs, output.sequences, output.texts, output.finish_reasons
+    for ids, logprobs, row, text, reason in zip(prompt_ids, *columns, strict=True):
+        tokens = row[start : start + len(logprobs)].tolist()
+        sequence = SequenceOutput(tokens, text, reason, logprobs)
         outputs.append(RequestOutput("", ids, [sequence], RequestMetrics()))
     return outputs
 
