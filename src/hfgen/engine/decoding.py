@@ -50,17 +50,16 @@ class Decoding:
         prefix_cache = request.engine.prefix_cache
         self.call = prepare(model, request.arguments, fills_prefix=False, prefix_cache=prefix_cache)
         try:
-            if self.call.prompt is not None and self.call.prompt.batch_size != 1:
-                n_prompts = self.call.prompt.batch_size
-                raise ValueError(f"A request has one prompt, but its inputs are of {n_prompts}.")
             config: Any = self.call.config
-            prompt = self.call.prompt
+            prompt: Any = self.call.prompt
+            if (n_prompts := prompt.batch_size) != 1:
+                raise ValueError(f"A request has one prompt, but its inputs are of {n_prompts}.")
             # Drafts without scores are accepted as often by a seed's choice as by speculative sampling.
             is_drafted = config.prompt_lookup_num_tokens is not None or isinstance(
                 self.call.request.assistant_model, SuffixMemory
             )
             takes_seeds = is_drafted or getattr(self.call.strategy, "joins", False)
-            if takes_seeds and config.do_sample and self.call.row_keys is None and prompt:
+            if takes_seeds and config.do_sample and self.call.row_keys is None:
                 # A random seed for each row, so that no draw depends on other requests.
                 n = len(prompt.ids) // config.num_beams
                 self.call.row_keys = seeds.keys_of([None], n, prompt.ids.device)
@@ -73,19 +72,20 @@ class Decoding:
         self.rows = Rows(self.run, self.strategy)
         self.prompt_length = self.run.ids.shape[1]
         self.prompt_ids: list[int] = self.run.ids[0].tolist()
-        cache = families.given_cache(self.run.model_kwargs)
-        is_packed = isinstance(decoder_cache(cache), QuantizedCache)  # in groups of a row's tokens
-        self.joins = bool(getattr(self.strategy, "joins", False)) and not is_packed
         #: Whether it joins with its drafts, which are verified together with those of others.
         self.drafts = (
             getattr(self.strategy, "shares_rounds", False)
             and self.reads_ids_alone
             and not hasattr(model, "exactness")  # gaps would move the blocks of its sums
             and not self.recording.recorded
+            and self.call.interventions is None  # hooks that are for its rows alone
+        )
+        cache = families.given_cache(self.run.model_kwargs)
+        self.joins = self.drafts or (
+            getattr(self.strategy, "joins", False)
+            and not isinstance(decoder_cache(cache), QuantizedCache)  # in groups of a row's tokens
             and self.call.interventions is None
         )
-        self.joins &= self.call.interventions is None  # hooks that are for its rows alone
-        self.joins |= self.drafts
         if self.joins and getattr(self.run.config, "use_cuda_graph", False):
             graphs.warn("the rows of an engine join and leave a cache that grows")
         #: Rows of the batch that are its own, in the order of ``run.ids``; written by ``JoinedRows``.
@@ -195,10 +195,6 @@ class Decoding:
             return []
         outputs = self.strategy.prefill(run)
         return self.rows.step(self.strategy.forward(run) if outputs is None else outputs)
-
-    def draft(self) -> None:
-        """Draft what the next forward verifies."""
-        self.strategy.make_draft(self.run, self.length)
 
     def advance(self) -> list[StreamEvent]:
         """Decode one step beside the batch; returns the new events."""

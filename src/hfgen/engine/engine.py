@@ -194,9 +194,9 @@ class Engine:
         """Step until the request is done; returns its output, once."""
         request = self._find(request)
         while not request.done:
-            with self._turn():
+            with self._turns:
                 if not request.done:  # another thread may have ended it
-                    self._defer(self._step())
+                    self._defer(self.step())
         with self._turns:
             self._ready.pop(request, None)
             self._done.pop(request.id, None)
@@ -253,14 +253,11 @@ class Engine:
         ``EngineClosedError`` after ``close``, and ``EngineError`` in a callback of a step.
         """
         with self._turn():
-            return self._step()
-
-    def _step(self) -> list[EngineEvent]:
-        self._check_open()
-        self._check_thread()
-        events = self.steps.step()
-        self._keep_done(events)
-        return events
+            self._check_open()
+            self._check_thread()
+            events = self.steps.step()
+            self._keep_done(events)
+            return events
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import merge
 from math import inf
@@ -86,14 +86,10 @@ def fcfs(item: Item) -> float:
 def srpt(item: Item) -> float:
     """Shortest remaining prefill first, with aging: ``n_left + AGING * clock_at_arrival``.
 
-    The order is that of ``n_left - AGING * (clock - clock_at_arrival)`` at any moment. The clock counts
-    the tokens that have been prefilled for all requests, and ``PER_REQUEST`` for each that began, so that
-    the rate fits every device, and the order does not depend on measured times. A request is overtaken
-    only by shorter ones that arrive while ``n_left / AGING`` more tokens are prefilled (64,000 for a prompt
-    of 2,000) and ``n_left`` more requests begin.
-
-    That waiting time and remaining prefill make up the priority is the idea of arXiv 2606.09061; the
-    formula here is hfgen's own.
+    The order is that of ``n_left - AGING * (clock - clock_at_arrival)`` at any moment. The clock counts the tokens
+    prefilled for all requests, and ``PER_REQUEST`` for each that began, and no measured times. A request is overtaken
+    only by shorter ones that arrive while ``n_left / AGING`` more tokens are prefilled (64,000 for a prompt of 2,000)
+    and ``n_left`` more requests begin. The idea is that of arXiv 2606.09061, the formula hfgen's own.
     """
     return item.n_left + AGING * item.clock_at_arrival
 
@@ -195,7 +191,9 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self.prefill_tokens
         blocked: Item | None = None
-        for item in self._in_order():
+        n_free = self.max_rows - self.n_rows
+        queue = self.waiting[: n_free + LOOKAHEAD] if n_free > 0 else []
+        for item in merge(sorted(self.prefilling, key=_key), queue, key=_key):
             if budget <= 0:
                 break
             n_tokens = item.n_left if item.is_whole else min(item.n_left, budget)
@@ -279,11 +277,6 @@ class Scheduler:
         self._remove(item)
         item.was_taken_out = True
         self._enqueue(item, item.key[1])
-
-    def _in_order(self) -> Iterator[Item]:
-        n_free = self.max_rows - self.n_rows
-        queue = self.waiting[: n_free + LOOKAHEAD] if n_free > 0 else []
-        return merge(sorted(self.prefilling, key=_key), queue, key=_key)
 
     def _could_fit(self, item: Item) -> bool:
         return item.n_rows <= self.max_rows and item.n_bytes <= self.max_bytes

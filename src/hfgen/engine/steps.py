@@ -236,7 +236,7 @@ class Steps:
         """Forward the newest token of each row; each request chooses its next tokens."""
         for decoding in rows.members if rows.drafts else ():
             with self.failures_of(decoding.request):
-                decoding.draft()
+                decoding.strategy.make_draft(decoding.run, decoding.length)
         if not len(rows):
             return
         self.stats.n_forwards += 1

@@ -51,8 +51,8 @@ class Continued(Sample):
     takes_rows = True
 
     def __init__(self, run: Run, tokens: Sequence[int], has_ended: bool = False) -> None:
-        given = run.ids.new_tensor([tokens], dtype=torch.long)
-        run.ids = torch.cat([run.ids, given.expand(len(run.ids), -1)], dim=1)
+        columns = run.ids.new_tensor([tokens], dtype=torch.long).expand(len(run.ids), -1)
+        run.ids = torch.cat([run.ids, columns], dim=1)
         super().__init__(run)
         run.finished = has_ended or run.ids.shape[1] >= run.config.max_length
 
@@ -116,7 +116,7 @@ class Row:
     ) -> None:
         self.model, self.arguments, self.call = model, arguments, call
         #: Generated tokens that were not chosen under the arguments and the seed of now.
-        self.n_given = len(tokens)
+        self.n_foreign = len(tokens)
         self.states: States | None = None
         self.place = self.n_cached = 0
         self.outputs: ModelOutput | None = None  # of the last token, until the next one is chosen
@@ -149,17 +149,14 @@ class Row:
             recorder.positions += [None] * len(tokens)  # type: ignore[list-item]
             run.observers = [recorder]
         strategy = Continued(run, tokens)
-        ids, run.ids = run.ids, run.prompts  # where events begin
-        self.strategy, self.events = strategy, Rows(run, strategy)
-        run.ids = ids
-        self.events.n_settled = len(tokens)
+        self.strategy, self.events = strategy, Rows(run, strategy, len(tokens))
         shown = self.events.row(0)
         shown.ids = list(tokens)
         shown.new_text()
         #: A processor's state depends on how tokens were scored, and has begun anew.
         self.is_restarted = any(isinstance(processor, Feedback) for processor in run.processors)
         if self.is_restarted:
-            self.n_given = len(tokens)
+            self.n_foreign = len(tokens)
         run.finished = run.finished or is_zero(run.config.max_new_tokens)
         self.reason = FinishReason("length") if run.finished else None
         #: The row, if it chooses its token together with others.
@@ -190,11 +187,11 @@ class Row:
 
     def as_call(self) -> dict[str, Any]:
         """Arguments with which ``generate`` decodes this row from an empty cache."""
-        if not self.n_given:
+        if not self.n_foreign:
             return folded(self.arguments)
-        given = self.tokens[: self.n_given]
-        has_ended = self.run.finished and self.n_given == self.n_tokens - self.n_prompt
-        continued = recipe(Continued, tokens=given, has_ended=has_ended)
+        tokens = self.tokens[: self.n_foreign]
+        has_ended = self.run.finished and self.n_foreign == self.n_tokens - self.n_prompt
+        continued = recipe(Continued, tokens=tokens, has_ended=has_ended)
         return folded(self.arguments) | {"custom_generate": continued}
 
     def copy(self, number: int = 0, **arguments: Any) -> Row:
@@ -217,7 +214,7 @@ class Row:
             call = dataclasses.replace(call, config=config, row_keys=keys, interventions=edits)
             twin = Row(self.model, self.arguments | arguments, call, self.tokens)
         if not (arguments or twin.is_restarted):
-            twin.n_given = self.n_given
+            twin.n_foreign = self.n_foreign
         if self.run.finished and not (arguments and self.reason == "length"):
             twin.run.finished, twin.reason = True, self.reason
         if "interventions" in arguments:  # the states are of others
@@ -233,7 +230,7 @@ class Row:
         if n == 0:
             return
         self.set_tokens(self.tokens[:-n])
-        self.n_given = min(self.n_given, self.n_tokens - self.n_prompt)
+        self.n_foreign = min(self.n_foreign, self.n_tokens - self.n_prompt)
         length, self.outputs = self.n_tokens, None
         at_prompt = next((s for s in self.snapshots if s.length == self.n_prompt), None)
         self.snapshots = [s for s in self.snapshots if s.length <= length]
@@ -249,7 +246,7 @@ class Row:
         ]
         self.leave_states()
         if usable:
-            last = max(usable, key=lambda s: s.length)
+            last = usable[-1]
             self.states, self.place, self.n_cached = last.states, last.place, last.length
             self.outputs = last.outputs if last.length == length else None
 
@@ -275,7 +272,7 @@ class Row:
         """Append tokens that the row did not choose."""
         if tokens:
             self.set_tokens([*self.tokens, *tokens])
-            self.n_given, self.outputs = self.n_tokens - self.n_prompt, None
+            self.n_foreign, self.outputs = self.n_tokens - self.n_prompt, None
 
     def activations(self, number: int, found: dict[str, list[Tensor]]) -> None:
         """Add what ``record=`` asks for to ``found``, or write it to the file of row ``number``."""

@@ -22,7 +22,7 @@ from ..decoding.loop import commit
 from ..memory.batch import Batch, OfBatch, take_rows
 from ..memory.caches import joining, slots
 from ..memory.caches.dynamic import upstream_kind
-from ..memory.caches.layers import decoder_cache, layers_of, roll_back
+from ..memory.caches.layers import layers_of, roll_back
 from ..running import hides_padding, last_logits, next_token, prefill, resized
 from ..running.prefix import eligibility
 from ..running.row_states import foreign_code
@@ -42,16 +42,17 @@ class States(OfBatch):
     ``is_shared``: rows of other sessions or snapshots have the same states, so that nothing writes to them.
     """
 
-    def __init__(self, model: Any, batch: Batch, rows: list[Row], held: list[int]) -> None:
+    def __init__(self, model: Any, batch: Batch, rows: Sequence[Row], held: list[int]) -> None:
         self.model, self.batch, self.held = model, batch, held
-        self.rows: list[Row | None] = list(rows)
+        self.rows: list[Row | None] = []
         self.is_shared = False
-        self._assign()
+        self._add(rows)
 
-    def _assign(self) -> None:
-        for place, row in enumerate(self.rows):
+    def _add(self, rows: Sequence[Row | None]) -> None:
+        for place, row in enumerate(rows, len(self.rows)):
             if row is not None:
                 row.states, row.place = self, place
+        self.rows += rows
 
     @classmethod
     def of_prompt(cls, row: Row) -> None:
@@ -95,8 +96,8 @@ class States(OfBatch):
 
     @property
     def nbytes(self) -> int:
-        parts = [decoder_cache(self.cache), getattr(self.cache, "cross_attention_cache", None)]
-        layers = [layer for part in parts if part is not None for layer in part.layers]
+        cross = getattr(self.cache, "cross_attention_cache", None)
+        layers = [*layers_of(self.cache), *layers_of(cross)]
         return sum(t.nbytes for layer in layers for t in slots.states_of(layer).values())
 
     @property
@@ -126,7 +127,7 @@ class States(OfBatch):
         for row in rows:
             self.drop(row)
         batch.trim_to(max(held) + 1)
-        return States(self.model, batch, list(rows), held)
+        return States(self.model, batch, rows, held)
 
     def crop(self, n: int) -> None:
         """Drop the last ``n`` tokens of all rows."""
@@ -139,9 +140,8 @@ class States(OfBatch):
     def absorb(self, other: States) -> None:
         """Append the rows of ``other``. Raises ``ValueError``, before anything is changed, if they cannot join."""
         self.append(other.batch)
-        self.rows += other.rows
         self.held += other.held
-        self._assign()
+        self._add(other.rows)
 
     # ------------------------------------------------------------ a forward
 
@@ -270,12 +270,12 @@ class MayJoin:
 
     def __call__(self, states: States, other: States) -> bool:
         rows = [row for row in (*states.rows, *other.rows) if row is not None]
-        if any(row.call.interventions for row in rows):
-            # Hooks are told the position of a column once, for all rows.
-            edits = [getattr(row.call.interventions, "placed", None) for row in rows]
-            pairs = zip(rows, edits, strict=True)
-            if len({(row.n_prompt, row.n_tokens, id(placed)) for row, placed in pairs}) > 1:
-                return False
+        edits = {
+            (row.n_prompt, row.n_tokens, id(getattr(row.call.interventions, "placed", None)))
+            for row in rows
+        }
+        if len(edits) > 1 and any(row.call.interventions for row in rows):
+            return False  # hooks are told the position of a column once, for all rows
         longest = max(int(row.run.config.max_length) for row in rows)
         if not self.is_row_wise or eligibility.is_length_dependent(self.model, longest):
             return False

@@ -42,15 +42,16 @@ class Rows:
     the list, the stopping criteria determine the end by the generated tokens.
     """
 
-    def __init__(self, run: Run, strategy: Strategy) -> None:
+    def __init__(self, run: Run, strategy: Strategy, n_settled: int = 0) -> None:
+        """``n_settled``: tokens at the end of ``run.ids`` that count as generated and have no events."""
         self.run, self.strategy, run.is_streamed = run, strategy, True
         self.streams = getattr(strategy, "streams", True)
-        self.prompt_length = run.ids.shape[1]
+        self.prompt_length = run.ids.shape[1] - n_settled
         #: Whether hypotheses are returned; only the best of each prompt is settled before the end.
         self.is_search = hasattr(strategy, "scored")
         self.n_rows = len(run.ids)
         #: Generated tokens that are settled of all rows.
-        self.n_settled = 0
+        self.n_settled = n_settled
         self.rows: dict[int, Row] = {}
         self.recorder = next((o for o in run.observers if isinstance(o, Recorder)), None)
         if isinstance(run.criteria, StoppingCriteriaList):
