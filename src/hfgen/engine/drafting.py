@@ -81,13 +81,6 @@ class DraftingRows(JoinedRows):
                 best, speed = n, n_tokens / costs.forward(n)
         return best or (0 if self.n_rounds % TRIAL_EVERY else min(longest, TRIAL))
 
-    def _by_place(self, rows: Tensor) -> Tensor:
-        """``rows`` of the requests, one after the other, in the order of the batch."""
-        order = [place for decoding in self.moves for place in decoding.places]
-        if order == sorted(order):
-            return rows
-        return torch.empty_like(rows).index_copy_(0, self._index(order), rows)
-
     def outputs_of(self, decoding: Decoding, outputs: ModelOutput) -> ModelOutput:
         logits = outputs.logits[self._index(decoding.places), : decoding.strategy.n_new + 1]
         return CausalLMOutputWithPast(logits=logits, past_key_values=self.moves[decoding])

@@ -218,17 +218,19 @@ class JoinedRows(OfBatch):
         """
         self._apply_moves()
         parts: list[Tensor] = []
-        index, n = [0] * len(self.owners), 0
         for decoding in self.moves:
             tokens = newest.get(decoding)
             parts.append(decoding.run.ids[:, -1] if tokens is None else tokens)
-            for place in decoding.places:
-                index[place], n = n, n + 1
-        column = torch.cat(parts)
-        if index != list(range(n)):
-            column = column[self._index(index)]
+        column = self._by_place(torch.cat(parts))
         self.batch.ids = torch.cat([self.batch.ids, column[:, None]], dim=1)
         self._trim()
+
+    def _by_place(self, rows: Tensor) -> Tensor:
+        """``rows`` of the requests, one after the other, in the order of the batch."""
+        order = [place for decoding in self.moves for place in decoding.places]
+        if order == list(range(len(order))):
+            return rows
+        return rows[self._index(sorted(range(len(order)), key=order.__getitem__))]
 
     def _apply_moves(self) -> None:
         """Reorder the shared cache by the beams' parents."""

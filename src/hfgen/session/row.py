@@ -197,11 +197,13 @@ class Row:
     def copy(self, number: int = 0, **arguments: Any) -> Row:
         """A row with the same tokens and states, with other ``arguments`` if there are any.
 
-        A copy with a ``number`` above 0 samples by a seed of its own.
+        A copy with a ``number`` above 0 samples by a seed of its own. One with ``arguments`` takes the place of this
+        row: the states have no more rows than before.
         """
+        is_fork = not arguments
         call, keys = self.call, self.call.row_keys
         assert call.prompt is not None
-        if arguments:
+        if not is_fork:
             kwargs = call.prompt.model_kwargs
             encoded = {name: kwargs[name] for name in ENCODED if kwargs.get(name)}
             twin = Row.prepared(self.model, self.arguments | arguments, self.tokens, encoded)
@@ -221,7 +223,7 @@ class Row:
             return twin
         twin.outputs, twin.snapshots = self.outputs, list(self.snapshots)
         if self.states is not None:
-            self.states.is_shared = True
+            self.states.is_shared |= is_fork
             twin.states, twin.place, twin.n_cached = self.states, self.place, self.n_cached
         return twin
 
@@ -274,10 +276,10 @@ class Row:
             self.set_tokens([*self.tokens, *tokens])
             self.n_foreign, self.outputs = self.n_tokens - self.n_prompt, None
 
-    def activations(self, number: int, found: dict[str, list[Tensor]]) -> None:
-        """Add what ``record=`` asks for to ``found``, or write it to the file of row ``number``."""
+    def activations(self, number: int, by_module: dict[str, list[Tensor]]) -> None:
+        """Add what ``record=`` asks for to ``by_module``, or write it to the file of row ``number``."""
         if self.call.record is None:
             raise ValueError("`activations` need names of modules: model.session(…, record=[…]).")
         recorder = Recorder(self.run, self.call.record)
         n_new = self.n_tokens - self.n_prompt
-        recorder.keep(number, recorder.of_row(self.run, self.run.ids, 0, n_new), found)
+        recorder.keep(number, recorder.of_row(self.run, self.run.ids, 0, n_new), by_module)

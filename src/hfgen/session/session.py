@@ -22,7 +22,7 @@ from ..streaming import StreamEvent
 from ..streaming.plain import Choice, Choices
 from .arguments import IDS, REFUSED, check_each, check_number, edits_of, ids_of, split
 from .row import Row
-from .states import MayJoin, States, forward, logits_of
+from .states import MayJoin, forward, logits_of
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -125,7 +125,9 @@ class Session:
     @property
     def nbytes(self) -> int:
         """Bytes of all caches, snapshots included; what sessions share counts in each."""
-        return sum(states.nbytes for states in self._states().values())
+        every = [row.states for row in self._rows]
+        every += [snapshot.states for row in self._rows for snapshot in row.snapshots]
+        return sum(states.nbytes for states in {*every} if states is not None)
 
     @property
     @_operation
@@ -138,10 +140,10 @@ class Session:
     @_operation
     def activations(self) -> dict[str, list[Tensor]]:
         """What the modules of ``record=`` return for each row, ``(tokens, width)``, by a forward of its ids."""
-        found: dict[str, list[Tensor]] = {}
+        by_module: dict[str, list[Tensor]] = {}
         for number, row in enumerate(self._rows):
-            row.activations(number, found)
-        return found
+            row.activations(number, by_module)
+        return by_module
 
     @_operation
     def call(self, row: int) -> dict[str, Any]:
@@ -265,19 +267,18 @@ class Session:
             held = self._rows[0].arguments.get(name)
             if name in (*IDS, *TOKEN_DIM) or isinstance(held, Tensor):
                 raise ValueError(f"`{name}` is an input of the prompt, which is forwarded already.")
-        was_shared = {id(states): states.is_shared for states in self._states().values()}
         changed = {}
         for place in places:
-            own = dict(arguments)
-            if edits := own.get("interventions"):
-                own["interventions"] = edits_of(edits, place, len(self))
-            changed[place] = self._rows[place].copy(**own)
-        for place, other in changed.items():
-            if other.states is None:
+            of_row = dict(arguments)
+            if edits := arguments.get("interventions"):
+                of_row["interventions"] = edits_of(edits, place, len(self))
+            changed[place] = self._rows[place].copy(**of_row)
+        for place, row_after in changed.items():
+            if (states := row_after.states) is None:
                 self._rows[place].leave_states()
-            self._rows[place] = other
-            if (states := other.states) is not None and not was_shared[id(states)]:
-                states.is_shared, states.rows[other.place] = False, other
+            elif not states.is_shared:
+                states.rows[row_after.place] = row_after
+            self._rows[place] = row_after
 
     def close(self) -> None:
         """Drop the rows and their caches; other sessions keep theirs."""
@@ -308,17 +309,12 @@ class Session:
         """
         forward(rows, self._may_join, self.snapshot_every)
         while True:
-            kept = {id(s.states): s.states for r in self._rows for s in r.snapshots if s.states}
+            states = {s.states for row in self._rows for s in row.snapshots if s.states}
             longest = max(self._rows, key=lambda row: len(row.snapshots)).snapshots
-            n_bytes = sum(states.nbytes for states in kept.values())
+            n_bytes = sum(each.nbytes for each in states)
             if n_bytes <= self.snapshot_bytes or len(longest) < 2:
                 return
             del longest[1]
-
-    def _states(self) -> dict[int, States]:
-        found = [row.states for row in self._rows]
-        found += [snapshot.states for row in self._rows for snapshot in row.snapshots]
-        return {id(states): states for states in found if states is not None}
 
     # ------------------------------------------------------------ checks
 

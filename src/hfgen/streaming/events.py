@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..decoding.results import Ending, context, skips_and_includes, text_of
-from ..logits.logprobs import Logprobs, Recorder, TokenLogprob
+from ..logits.logprobs import Recorder, TokenLogprob
 from ..logits.stopping import FinishReason, StoppingCriteriaList
 from ..logits.stopping.causes import UNKNOWN, Causes, first
 from ..logits.stopping.strings import TextCriteria
@@ -74,12 +74,13 @@ class Rows:
         self.n_settled += settled.shape[1]
         copies = int(self.run.config.num_return_sequences) if self.is_search else 1
         self.n_rows = len(settled) * copies
-        logprobs: Logprobs | None = None
-        if self.recorder is not None and settled.shape[1] and self.is_search:
-            parents: Any = self.strategy.settled_parents  # type: ignore[attr-defined]
-            logprobs = self.recorder.of_paths(settled, parents, start)
-        elif self.recorder is not None and settled.shape[1]:
-            logprobs = self.recorder.collected(start)
+        logprobs: Any = None
+        if self.recorder is not None and settled.shape[1]:
+            if self.is_search:
+                parents: Any = self.strategy.settled_parents  # type: ignore[attr-defined]
+                logprobs = self.recorder.of_paths(settled, parents, start)
+            else:
+                logprobs = self.recorder.collected(start)
         ends = getattr(self.strategy, "row_ends", lambda run: None)(self.run)
         events = []
         for place, tokens in enumerate(settled.tolist()):
@@ -88,9 +89,7 @@ class Rows:
                 end = self.end(row, tokens)
             else:
                 end = None if ends[place] is None else ends[place] - self.prompt_length
-            n = None if end is None else max(end - start, 0)
-            entries = None if logprobs is None else logprobs[place]
-            events += self.gain(row, tokens[:n], end, entries)
+            events += self.gain(row, tokens, end, logprobs and logprobs[place])
         return events
 
     def finish(self, result: dict[str, Any]) -> list[StreamEvent]:
@@ -106,8 +105,8 @@ class Rows:
             row = self.row(index)
             n = len(row.ids)
             end = self.end(row, tokens[n:]) if lengths is None else lengths[index]
-            entries = None if logprobs is None else logprobs[index]
-            events += self.gain(row, tokens[n:end], end, entries and entries[n:])
+            entries = logprobs and logprobs[index]
+            events += self.gain(row, tokens[n:], end, entries and entries[n:])
         return events
 
     def row(self, index: int) -> Row:
@@ -134,9 +133,11 @@ class Rows:
     def gain(
         self, row: Row, tokens: list[int], end: int | None, logprobs: list[TokenLogprob] | None
     ) -> list[StreamEvent]:
-        """Append ``tokens`` to a row that has not ended, and return its event."""
+        """Append ``tokens`` to a row that has not ended, up to its ``end``, and return its event."""
         if row.has_ended:
             return []
+        if end is not None:
+            tokens = tokens[: max(end - len(row.ids), 0)]
         row.ids += tokens
         return self.event(row, tokens, end, logprobs)
 
