@@ -16,8 +16,8 @@ MAX_OVERTAKEN = 32  # items that may pass one that does not fit; then none passe
 LOOKAHEAD = 32  # items behind one that does not fit that a step looks at
 RESERVED_SHARE = 0.25  # optimistic admission: the share of an item's growth reserved at entry
 
-#: ``srpt``: tokens that a request is moved ahead by, per token prefilled since it arrived. It is taken
-#: from ``benchmarks/results/scheduler.md``: with less, the mean hardly gains, and the longest wait grows.
+#: ``srpt``: tokens that a request is moved ahead by, per token prefilled since it arrived; see
+#: ``benchmarks/results/scheduler.md``: with less, the mean hardly gains, and the longest wait grows.
 AGING = 1 / 32
 #: Tokens that a request counts for besides its prompt when it begins, so that many tiny prompts do not pass a
 #: short one: it is moved ahead by a token for each.
@@ -35,9 +35,8 @@ State = Literal["new", "waiting", "prefill", "decoding", "done"]
 class Item:
     """One request, as the scheduler sees it.
 
-    ``n_bytes`` is what it takes at its longest, with ``max_new_tokens``; ``n_bytes_now`` what it takes
-    without growth, first its prompt and then what it has become (see ``resize``); only optimistic
-    admission reads it. ``n_done`` may be raised by what a prefix cache has, before ``add`` or in prefill.
+    ``n_bytes`` is what it takes at its longest; ``n_bytes_now`` what it takes without growth, which only optimistic
+    admission reads (see ``resize``). ``n_done`` may be raised by what a prefix cache has.
     """
 
     n_tokens: int  # to prefill
@@ -110,11 +109,11 @@ POLICIES: dict[str, Callable[[Item], float]] = {"fcfs": fcfs, "srpt": srpt, "pri
 class Scheduler:
     """Items wait, prefill, decode and leave; their rows and bytes are theirs from admission on.
 
-    With ``optimistic``, an item is admitted with a share of its growth reserved only. When the bytes
-    held then grow beyond ``max_bytes`` (``resize``), ``victims`` are taken out of the batch, and wait
-    again (``readmit``). All is reserved for an item that comes back: it is taken out once at most.
+    With ``optimistic``, an item is admitted with only a share of its growth reserved. When the bytes held grow beyond
+    ``max_bytes`` (``resize``), ``victims`` are taken out of the batch, and wait again (``readmit``). All is reserved for
+    an item that comes back: it is taken out once at most.
 
-    Times are seconds of any one clock. Not safe for use by several threads at once.
+    Times are seconds of any one clock. Threads have to take turns.
 
     Args:
         max_rows: Rows in prefill and decoding, at most.
@@ -183,10 +182,9 @@ class Scheduler:
     def plan(self, now: float) -> list[Chunk]:
         """The chunks of this step, in policy order; admits the waiting items that begin with one.
 
-        Items in prefill and waiting ones take their turns in one order, so that a short prompt need not
-        wait for all of a long one. A whole item longer than ``prefill_tokens`` gets a step of its own. An
-        item that does not fit (its rows, its bytes, or all of it into what is left of the step) is passed
-        by ``MAX_OVERTAKEN`` others at most. Chunks of equal keys are sorted by length.
+        Items in prefill and waiting ones take turns in one order, so that a short prompt need not wait for all of a long
+        one. A whole item longer than ``prefill_tokens`` gets a step of its own. An item that does not fit is passed by
+        ``MAX_OVERTAKEN`` others at most. Chunks of equal keys are sorted by length.
         """
         chunks: list[Chunk] = []
         budget = self.prefill_tokens
@@ -239,10 +237,7 @@ class Scheduler:
         return [item for item in self.waiting if not self._could_fit(item)]
 
     def resize(self, item: Item, n_bytes: float, n_bytes_now: float | None = None) -> None:
-        """Correct the bytes of an item, in any state: at its longest, and now (None: not known).
-
-        With it, the sum of what is held may exceed ``max_bytes``: see ``victims``.
-        """
+        """Correct the bytes of an item, in any state: at its longest, and now (None: not known)."""
         item.n_bytes, item.n_bytes_now = n_bytes, n_bytes_now
         if item.state in ("prefill", "decoding"):
             before, item.n_reserved = item.n_reserved, self._to_reserve(item)
@@ -252,25 +247,20 @@ class Scheduler:
         """Items to take out of the batch until what is held is within ``max_bytes``.
 
         The last in policy order first; those that were taken out before only if the others do not do.
-        For each: ``readmit``, after its states are kept elsewhere; or ``leave``.
         """
         in_use = sorted(self.prefilling + self.decoding, key=_key, reverse=True)
         needed = sum(item.n_held for item in in_use) - self.max_bytes
         victims: list[Item] = []
         for item in sorted(in_use, key=attrgetter("was_taken_out")):
-            if needed <= 0:
-                break
-            if item.stays:
-                continue
-            victims.append(item)
-            needed -= item.n_held
+            if needed > 0 and not item.stays:
+                victims.append(item)
+                needed -= item.n_held
         return victims
 
     def readmit(self, item: Item) -> None:
         """Put an item that was taken out back into the queue, at its place in the order, with its ``n_done``.
 
-        When it is admitted it gets its next chunk, of 0 tokens if it decoded; then its states have to be
-        put back. If they were dropped, set ``n_done`` back before.
+        When it is admitted again it gets its next chunk, of 0 tokens if it decoded: its states have to be put back.
         """
         if item.state not in ("prefill", "decoding"):
             raise ValueError(f"`item` has to be in prefill or decoding, but is {item.state!r}.")

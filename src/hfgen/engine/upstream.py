@@ -187,14 +187,7 @@ def _arguments(model: Any, n: int, config: Any, kwargs: dict[str, Any]) -> list[
     call, model_kwargs = resolve(model, request)
     call.release()
     model._validate_model_kwargs(model_kwargs)
-    split = rows.split(request)
-    requests = [request] * n if split is None else split[0]
-    if len(requests) != n:
-        raise ValueError(
-            f"A list has to have one value for each prompt, but there are {len(requests)} values and "
-            f"{n} prompts."
-        )
-    return [each.arguments | of_engine for each in requests]
+    return [each.arguments | of_engine for each in rows.for_each_prompt(request, n)]
 
 
 def _engine_options(config: ContinuousBatchingConfig) -> dict[str, Any]:

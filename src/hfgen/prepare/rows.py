@@ -88,6 +88,18 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
     return requests, tuple(lengths)
 
 
+def for_each_prompt(request: Request, n: int) -> list[Request]:
+    """``split`` for ``n`` prompts; without lists, the same request for each."""
+    requests, names = split(request) or ([request] * n, ())
+    if len(requests) != n:
+        lists = ", ".join(f"`{name}`" for name in names)
+        raise ValueError(
+            f"{lists}: a list has to have one value for each prompt, but there are {len(requests)} values and "
+            f"{n} prompts."
+        )
+    return requests
+
+
 def with_fields(config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A copy of ``config`` that has what ``kwargs`` say of its fields, and the rest of these."""
     config, fields = copy.copy(config), {n: v for n, v in kwargs.items() if n in FIELDS}

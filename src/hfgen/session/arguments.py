@@ -41,22 +41,15 @@ REFUSED = {
 
 def split(model: Any, request: Request) -> list[dict[str, Any]]:
     """The arguments of each row, without padding on the left."""
+    arguments = request.arguments
     for name, why in REFUSED.items():
-        value = getattr(request, name, None) or request.kwargs.get(name)
-        if value is not None and value is not False:
+        if arguments.get(name, False) is not False:
             raise ValueError(f"`{name}` cannot be used in a session: {why}. Leave it out.")
-    split = values_per_row.split(request)
-    kwargs = {"inputs": request.inputs} | request.kwargs
-    tensors = [kwargs[n] for n in (*IDS, model.main_input_name) if _has_rows(kwargs, n)]
-    n_rows = len(tensors[0]) if tensors else 1
-    requests = [request] * n_rows if split is None else split[0]
-    if len(requests) != n_rows:
-        names = ", ".join(f"`{name}`" for name in (split or ([], ()))[1])
-        raise ValueError(
-            f"A list has to have one value for each prompt: {names} has {len(requests)}, and there are "
-            f"{n_rows} prompts."
-        )
-    return [_row_of(model, own.arguments, index, n_rows) for index, own in enumerate(requests)]
+    inputs = (arguments.get(name) for name in (*IDS, model.main_input_name))
+    n_each = (len(value) for value in inputs if isinstance(value, Tensor) and value.ndim > 0)
+    n_rows = next(n_each, 1)
+    requests = enumerate(values_per_row.for_each_prompt(request, n_rows))
+    return [_row_of(model, each.arguments, index, n_rows) for index, each in requests]
 
 
 def _row_of(model: Any, arguments: dict[str, Any], index: int, n_rows: int) -> dict[str, Any]:
@@ -88,7 +81,7 @@ def edits_of(edits: Any, index: int, n_rows: int) -> Any:
     """The interventions in row ``index`` of ``n_rows``. Raises ``ValueError`` for rows that do not exist."""
     if not isinstance(edits, list | tuple):
         return edits  # the row's call refuses it
-    own = []
+    of_row = []
     for edit in edits:
         if isinstance(edit, Edit) and edit.rows is not None:
             if max(edit.rows) >= n_rows:
@@ -99,12 +92,8 @@ def edits_of(edits: Any, index: int, n_rows: int) -> Any:
                 continue
             edit = copy.copy(edit)
             edit.rows = None
-        own.append(edit)
-    return own
-
-
-def _has_rows(kwargs: dict[str, Any], name: str) -> bool:
-    return isinstance(kwargs.get(name), Tensor) and kwargs[name].ndim > 0
+        of_row.append(edit)
+    return of_row
 
 
 def check(call: Call) -> None:
