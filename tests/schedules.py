@@ -375,14 +375,15 @@ def check_invariants(engine: Engine, requests: list[Any]) -> None:
     assert set(steps.requests.values()) == set(live)
     assert {request.id for request in requests} == set(engine.requests)
     # Each row of a batch is of a request that decodes, and each of those has its rows there.
-    owners = [owner for rows in steps.joined for owner in rows.owners if owner is not None]
+    owners = [each for rows in steps.joined for each in rows.members for _ in each.places]
     decoding = [request for request in live if request.state == "decoding"]
     joined = [request for request in decoding if request not in steps.alone]
     assert Counter(map(id, owners)) == Counter(
         {id(request.decoding): request.decoding.n_rows for request in joined}
     )
     for rows in steps.joined:
-        assert len(rows.ids) == len(rows.owners)
+        places = [place for each in rows.members for place in each.places]
+        assert sorted(places) == list(range(len(rows.ids)))
         for request in joined:
             if request.decoding in rows.moves:
                 ids = request.decoding.run.ids

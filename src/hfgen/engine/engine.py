@@ -17,12 +17,7 @@ from ..mixin import driven, mixed_view
 from ..prepare import rows
 from ..prepare.config import resolve
 from ..state.call import Request
-from .errors import (
-    EngineClosedError,
-    EngineError,
-    ResultTakenError,
-    UnknownRequestError,
-)
+from .errors import EngineClosedError, EngineError, ResultTakenError, UnknownRequestError
 from .memory import Memory
 from .prompts import check_arguments, check_numbers, model_inputs
 from .request import EngineEvent, EngineRequest, EngineStats, RequestOutput

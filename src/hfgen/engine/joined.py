@@ -50,16 +50,15 @@ class JoinedRows(OfBatch):
 
     def __init__(self, model: Any, decodings: Sequence[Decoding], batch: Batch) -> None:
         self.model, self.batch = model, batch
-        #: The request that each row belongs to.
-        self.owners: list[Decoding] = []
-        self.moves: dict[Decoding, Moves] = {}
+        self.moves = {decoding: Moves() for decoding in decodings}
+        for decoding, moves in self.moves.items():
+            decoding.leave_cache(moves)
+        self._number()
         #: No other request may join.
         self.is_closed = False
         #: The same object for all batches whose rows could be in one.
         self.kind = object()
         self.choices = Choices()
-        for decoding in decodings:
-            self._own(decoding)
 
     @classmethod
     def of_prompts(
@@ -87,7 +86,7 @@ class JoinedRows(OfBatch):
 
     def __len__(self) -> int:
         """How many rows there are."""
-        return len(self.owners)
+        return len(self.batch) if self.moves else 0
 
     @property
     def members(self) -> list[Decoding]:
@@ -101,34 +100,32 @@ class JoinedRows(OfBatch):
 
     def absorb(self, other: JoinedRows) -> None:
         """Add all rows of another batch. Raises ``ValueError`` as ``append``."""
+        n_before = len(self)
         self.append(other.batch)
-        for decoding, moves in other.moves.items():
-            decoding.places = [len(self.owners) + place for place in decoding.places]
-            self.moves[decoding] = moves
-        self.owners += other.owners
-        other.owners, other.moves = [], {}
+        for decoding in other.moves:
+            decoding.places = [n_before + place for place in decoding.places]
+        self.moves |= other.moves
+        other.moves = {}
 
-    def _own(self, decoding: Decoding) -> None:
-        """Assign the newest rows of the batch to ``decoding``."""
-        self.moves[decoding] = moves = Moves()
-        decoding.leave_cache(moves)
-        decoding.places = [len(self.owners) + i for i in range(decoding.n_rows)]
-        self.owners += [decoding] * decoding.n_rows
+    def _number(self) -> None:
+        """Assign the rows of the batch to the requests, in their order."""
+        start = 0
+        for decoding in self.moves:
+            decoding.places = list(range(start, start + decoding.n_rows))
+            start += decoding.n_rows
 
     def leave(self, decoding: Decoding) -> None:
         """Remove the rows of a request; the last rows move into their places."""
         del self.moves[decoding]
         for place in sorted(decoding.places, reverse=True):
-            last = len(self.owners) - 1
+            last = len(self.batch) - 1
             if last:
                 self.batch.leave(place)
-            owner = self.owners.pop()
             if place != last:
-                self.owners[place] = owner
+                owner = next(other for other in self.moves if last in other.places)
                 owner.places[owner.places.index(last)] = place
         decoding.places = []
         if not self.moves:
-            self.owners = []
             del self.batch  # free its memory now: the step refers to these rows until its end
 
     def extract(self, decoding: Decoding) -> Batch:
@@ -162,11 +159,9 @@ class JoinedRows(OfBatch):
         places = torch.tensor([place for decoding in leaving for place in decoding.places])
         other = type(self)(self.model, leaving, self.batch.extract(places))
         other.kind = self.kind
-        staying = [decoding for decoding in self.moves if decoding not in other.moves]
-        self.batch.take(torch.tensor([place for each in staying for place in each.places]))
-        self.owners, self.moves = [], {}
-        for decoding in staying:
-            self._own(decoding)
+        self.moves = {one: moves for one, moves in self.moves.items() if one not in other.moves}
+        self.batch.take(torch.tensor([place for each in self.moves for place in each.places]))
+        self._number()
         self._trim()
         other._trim()
         return other
@@ -205,7 +200,7 @@ class JoinedRows(OfBatch):
         if n == 1 and isinstance(outputs, CausalLMOutputWithPast):
             logits = outputs.logits[first : first + 1]
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        part: ModelOutput = take_rows(outputs, self._index(decoding.places), len(self.owners))
+        part: ModelOutput = take_rows(outputs, self._index(decoding.places), len(self.batch))
         for name, value in part.items():
             if isinstance(value, Cache):
                 part[name] = cache
@@ -239,7 +234,7 @@ class JoinedRows(OfBatch):
             if moves.index is None:
                 continue
             if index is None:
-                index = torch.arange(len(self.owners), device=self.ids.device)
+                index = torch.arange(len(self.batch), device=self.ids.device)
             places = self._index(decoding.places)
             index[places] = places[moves.index]
             moves.index = None

@@ -20,6 +20,8 @@ HELD_PER_ROW = 32
 
 OnError = Literal["return", "raise"]
 
+_END = object()
+
 
 def generate_many(
     model: Any,
@@ -102,11 +104,16 @@ def outputs(
             while not is_over and engine.n_waiting < max_rows:
                 if in_order and n_read - n_yielded >= HELD_PER_ROW * max_rows:
                     break
-                try:
-                    prompt, arguments = _split(next(remaining_prompts))
-                except StopIteration:
-                    is_over = True
+                prompt = next(remaining_prompts, _END)
+                if is_over := prompt is _END:
                     break
+                arguments: Mapping[str, Any] = {}
+                if (
+                    isinstance(prompt, tuple)
+                    and len(prompt) == 2
+                    and isinstance(prompt[1], Mapping)
+                ):
+                    prompt, arguments = prompt
                 number, n_read = n_read, n_read + 1
                 try:
                     running[number] = engine.add(prompt, **{**kwargs, **arguments})
@@ -123,13 +130,6 @@ def outputs(
                     break
                 n_yielded += 1
                 yield number, finished.pop(number)
-
-
-def _split(prompt: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A prompt, and its own arguments."""
-    if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
-        return prompt
-    return prompt, {}
 
 
 def failed(error: BaseException, has_text: bool = False) -> RequestOutput:

@@ -73,16 +73,10 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineEvent:
+class EngineEvent(StreamEvent):
     """New tokens of one sequence of a request; the last event of a sequence has its ``finish_reason``."""
 
-    request: EngineRequest
-    row: int
-    token_ids: tuple[int, ...]
-    #: With a tokenizer, the text that has become certain.
-    text: str = ""
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    finish_reason: FinishReason | None = None
+    request: EngineRequest = field(kw_only=True)
 
 
 @dataclass(eq=False, repr=False)

@@ -280,8 +280,8 @@ class Steps:
         for event in events:
             request.gain(event, now)
             self.stats.decoded_tokens += len(event.token_ids)
-            values = event.token_ids, event.text, event.logprobs, event.finish_reason
-            self.events.append(EngineEvent(request, event.row, *values))
+            values = event.row, event.token_ids, event.text, event.logprobs, event.finish_reason
+            self.events.append(EngineEvent(*values, request=request))
 
     def end(self, request: EngineRequest, error: BaseException | None = None) -> None:
         """End a request, in any state: with its result, with what it has, or with an error."""
@@ -312,7 +312,7 @@ class Steps:
             self.scheduler.leave(request.item)
             del self.requests[request.item]
         for row in request.end(time.monotonic(), error, generated):
-            self.events.append(EngineEvent(request, row, (), "", None, reason))
+            self.events.append(EngineEvent(row, (), finish_reason=reason, request=request))
 
     @contextmanager
     def failures_of(self, request: EngineRequest) -> Iterator[None]:
