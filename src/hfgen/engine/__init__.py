@@ -1,7 +1,7 @@
 """Continuous batching: many requests at once, each with the tokens of its own ``generate``.
 
 May import ``mixin`` and what is below it. Read ``engine.py`` first, then ``steps.py`` and ``joined.py``.
-``serving.py`` is an engine for coroutines; ``upstream.py`` and ``manager.py`` have transformers' methods.
+``serving.py`` is an engine for coroutines; ``upstream.py`` has transformers' ``generate_batch``.
 """
 
 from .engine import Engine

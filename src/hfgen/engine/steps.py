@@ -117,9 +117,15 @@ class Steps:
         """Forward the chunks of this step; whole prompts of similar length together."""
         decodings: dict[Chunk, Decoding] = {}
         for chunk in plan:
-            request = self.requests[chunk.item]
+            item, request = chunk.item, self.requests[chunk.item]
             with self.failures_of(request):
-                decoding = self._begun(request, chunk.item)
+                begins = request.times.queue_time is None
+                if begins:
+                    request.times.queue_time = time.monotonic() - request.added
+                decoding = request.prepare(self.model)
+                if begins:
+                    item.stays = not decoding.joins
+                    item.n_done = min(decoding.begin(), item.n_tokens - 1)
                 if is_zero(decoding.run.config.max_new_tokens):
                     self.end(request)
                 else:
@@ -204,17 +210,6 @@ class Steps:
         for item in too_large:
             text = f"the request needs {item.n_bytes:,.0f} bytes; there are {limit:,.0f}"
             self.end(self.requests[item], DoesNotFitError(text))
-
-    def _begun(self, request: EngineRequest, item: Item) -> Decoding:
-        """The request's call, prepared if it is not yet, with stored prefixes of its prompt in the cache."""
-        if request.times.queue_time is not None:
-            assert request.decoding is not None
-            return request.decoding
-        request.times.queue_time = time.monotonic() - request.added
-        decoding = request.prepare(self.model)
-        item.stays = not decoding.joins
-        item.n_done = min(decoding.begin(), item.n_tokens - 1)
-        return decoding
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
         """Add the rows of a request, those of ``batch``, to a batch of their form or to a new one."""

@@ -97,16 +97,16 @@ def generate_batch(
     if not isinstance(batching, ContinuousBatchingConfig):
         batching = ContinuousBatchingConfig()
     prompts, results = [], []
-    for index, (prompt, own) in enumerate(zip(inputs, arguments, strict=True)):
+    for index, (prompt, options) in enumerate(zip(inputs, arguments, strict=True)):
         with suppress(Exception):  # the engine says what is wrong with a prompt
-            prompt = model_inputs(prompt, own.get("tokenizer"), families.device_of(self))
+            prompt = model_inputs(prompt, options.get("tokenizer"), families.device_of(self))
         tensor = prompt.get("input_ids") if isinstance(prompt, Mapping) else None
         ids = tensor.flatten().tolist() if isinstance(tensor, Tensor) else []
-        own = _request_arguments(self, config, batching, index, len(ids), own)
-        prompts.append((prompt, own))
-        configs = own.get("generation_config"), self.generation_config
+        options = _request_arguments(self, config, batching, index, len(ids), options)
+        prompts.append((prompt, options))
+        configs = options.get("generation_config"), self.generation_config
         counts = (getattr(each, "num_return_sequences", None) for each in configs)
-        n = own.get("num_return_sequences") or next((n for n in counts if n is not None), 1)
+        n = options.get("num_return_sequences") or next((n for n in counts if n is not None), 1)
         names = [*(f"req_{index}__child#{i}" for i in range(n - 1)), f"req_{index}"]
         results.append([GenerationOutput(name, ids) for name in names])
     times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)

@@ -137,10 +137,9 @@ def ids_of(tokens: Any, row: Row) -> list[int]:
             raise ValueError(
                 f"Token {token} is outside of the vocabulary, which has the ids 0 to {n_vocab - 1}."
             )
-    if row.n_tokens + len(tokens) > int(row.run.config.max_length):
-        most = int(row.run.config.max_length) - row.n_tokens
+    if len(tokens) > (room := int(row.run.config.max_length) - row.n_tokens):
         raise ValueError(
-            f"{len(tokens)} tokens are fed to a row that has room for {most}: set `max_new_tokens`."
+            f"{len(tokens)} tokens are fed to a row that has room for {room}: set `max_new_tokens`."
         )
     return [int(token) for token in tokens]
 

@@ -177,18 +177,18 @@ class States(OfBatch):
 
 
 @contextmanager
-def edited(row: Row, known: Any, n: int) -> Iterator[None]:
+def edited(row: Row, sequences: Any, n: int) -> Iterator[None]:
     """Run a forward with the interventions of ``row``, which all rows have.
 
-    ``known``: has ``ids (rows, columns)``, up to those that are forwarded, the last ``n`` of which are no padding.
+    ``sequences``: has ``ids (rows, columns)``, up to those that are forwarded, the last ``n`` of which are no padding.
     """
     edits = row.call.interventions
     if edits is None:
         yield
         return
-    n_padding = known.ids.new_tensor([known.ids.shape[1] - n])
+    n_padding = sequences.ids.new_tensor([sequences.ids.shape[1] - n])
     prompt_length = int(n_padding) + row.n_prompt
-    with edits.on(row.model, n_padding, prompt_length, lambda: known.ids.shape[1]):
+    with edits.on(row.model, n_padding, prompt_length, lambda: sequences.ids.shape[1]):
         yield
     edits.check_used()
 
@@ -201,19 +201,19 @@ def gathered(rows: Sequence[Row], may_join: Callable[[States, States], bool]) ->
         return id(row.states), row.states.held[row.place] - row.n_cached
 
     parts: list[States] = []
-    left: dict[int, States] = {}
+    remaining: dict[States, None] = {}
     for (_, n_more), group in groupby(sorted(rows, key=key), key=key):
         members = sorted(group, key=lambda row: row.place)
         states = members[0].states
         assert states is not None
         if states.is_shared or states.rows != members:
             if not states.is_shared:
-                left[id(states)] = states
+                remaining[states] = None
             states = states.taken(members)
         if n_more:
             states.crop(n_more)
         parts.append(states)
-    for states in left.values():  # so that the rows that were taken free their memory
+    for states in remaining:  # so that the rows that were taken free their memory
         if others := [row for row in states.rows if row is not None]:
             states.taken(others)
     joined: list[States] = []
