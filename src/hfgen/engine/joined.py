@@ -65,19 +65,15 @@ class JoinedRows(OfBatch):
         cls, model: Any, decodings: Sequence[Decoding]
     ) -> tuple[JoinedRows, list[ModelOutput]]:
         """Forward whole prompts at once, padded on the left; returns their rows, and the outputs of each request."""
-        parts = []
-        for decoding in decodings:
-            kwargs = dict(decoding.run.model_kwargs)
-            cache = kwargs.pop("past_key_values")
-            parts.append((Batch(decoding.run.ids, kwargs), cache))
-        batch, cache = parts[0]
-        for other, _ in parts[1:]:
+        runs = [decoding.run for decoding in decodings]
+        batch, *others = (Batch(r.ids, r.model_kwargs | {"past_key_values": None}) for r in runs)
+        for other in others:
             batch.append(other)
+        cache = runs[0].model_kwargs["past_key_values"]
         cache.expect(max(decoding.longest for decoding in decodings))
         kwargs = batch.model_kwargs | {"past_key_values": cache}
-        if "attention_mask" not in kwargs:
-            kwargs["attention_mask"] = torch.ones_like(batch.ids)
-        outputs = prefill(model, batch.ids, decodings[0].run.config, kwargs)
+        kwargs.setdefault("attention_mask", torch.ones_like(batch.ids))
+        outputs = prefill(model, batch.ids, runs[0].config, kwargs)
         assert cache.get_seq_length() == batch.ids.shape[1]
         batch.model_kwargs = kwargs
         rows = cls(model, decodings, batch)
