@@ -248,16 +248,20 @@ class Steps:
         others = [decoding for decoding in rows.members if decoding.plain is None]
         parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in others]
         newest: dict[Decoding, Tensor] = {}
-        gained = []
         for decoding, choice in rows.choose(outputs).items():
             with self.failures_of(decoding.request):
                 newest[decoding] = choice.on_device
-                gained.append((decoding.request, decoding.plain.take(choice)))
+                self._gain(decoding.request, decoding.plain.take(choice))
+        gained = []
         for decoding, own_outputs in parts:
             with self.failures_of(decoding.request):
-                gained.append((decoding.request, decoding.rows.step(own_outputs)))
+                events = decoding.rows.step(own_outputs)
+                if rows.drafts:  # what it has rejected is in the cache as yet
+                    gained.append((decoding.request, events))
+                else:
+                    self._gain(decoding.request, events)
         if len(rows):
-            rows.append_newest(newest)  # before rows end: rejected drafts are in the cache as yet
+            rows.append_newest(newest)
         for request, events in gained:
             with self.failures_of(request):
                 self._gain(request, events)
