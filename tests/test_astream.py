@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hfgen
 from hfgen import StreamEvent
-from hfgen.streaming.async_stream import AHEAD
+from hfgen.streaming.stream import AHEAD
 from tests import tiny
 from tests.test_hooks import is_same
 from tests.test_stream import EOS, MODES, Boom, Caches, Failing, generated, n_tensors, rows_of

@@ -3,8 +3,7 @@
 May import ``prepare`` and what is below it. Read ``stream.py`` first.
 """
 
-from .async_stream import AsyncStream
 from .events import StreamEvent
-from .stream import Stream
+from .stream import AsyncStream, Stream
 
 __all__ = ["AsyncStream", "Stream", "StreamEvent"]

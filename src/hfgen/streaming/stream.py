@@ -1,9 +1,12 @@
-"""A call as an iterator, decoded in the consumer's thread."""
+"""A call as an iterator, decoded in the consumer's thread, or an asynchronous one with a thread of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -15,6 +18,9 @@ from ..memory.checks import explaining_misfit
 from ..prepare.stages import prepare
 from ..state.call import Request
 from .events import Rows, StreamEvent
+
+#: Events that an ``AsyncStream`` decodes ahead of the consumer.
+AHEAD = 4
 
 
 class Stream(Iterator[StreamEvent]):
@@ -88,3 +94,89 @@ def _decode(
         return [*events, *rows.finish(result)], output
     finally:
         call.release()
+
+
+class AsyncStream(AsyncIterator[StreamEvent]):
+    """The events of a call, decoded in a thread of its own, a few events ahead of the consumer.
+
+    The thread starts with the first event that is asked for. Decoding ends at the next step when the
+    task is cancelled or runs out of time as it waits for an event, after ``aclose()``, or when nothing
+    refers to the stream. An exception of the call is raised where the consumer waits.
+    """
+
+    #: What ``generate`` returns, once the stream has come to its end.
+    result: GenerateOutput | torch.Tensor | None = None
+
+    def __init__(self, model: Any, request: Request) -> None:
+        self._call: tuple[Any, Request] | None = (model, request)
+        #: The thread while decoding goes on, and the items that it has decoded or will decode.
+        self._thread: ThreadPoolExecutor | None = None
+        self._items: deque[Future[Any]] = deque()
+
+    async def __anext__(self) -> StreamEvent:
+        if self._call is not None:
+            self._thread = ThreadPoolExecutor(1, "hfgen-astream")
+            self._run: Any = contextvars.copy_context().run
+            self._steps = _items(*self._call)
+            self._call = None
+        if self._thread is None:
+            raise StopAsyncIteration
+        try:
+            self._decode_ahead(self._thread)
+            item = await asyncio.wrap_future(self._items.popleft())
+        except BaseException:
+            self._stop()
+            raise
+        if isinstance(item, StreamEvent):
+            self._decode_ahead(self._thread)
+            return item
+        self.result = item
+        await self.aclose()
+        raise StopAsyncIteration
+
+    def _decode_ahead(self, thread: ThreadPoolExecutor) -> None:
+        while len(self._items) < AHEAD:
+            self._items.append(thread.submit(self._run, next, self._steps, None))
+
+    def _stop(self) -> Future[None] | None:
+        """End decoding after the step that runs; return what is done then, if the thread had started."""
+        self._call, thread, self._thread = None, self._thread, None
+        if thread is None:
+            return None
+        while self._items:
+            self._items.pop().cancel()
+        ended = thread.submit(self._run, self._steps.close)
+        thread.shutdown(wait=False)
+        return ended
+
+    async def aclose(self) -> None:
+        """End decoding, if it has not come to its end; returns when its memory is free."""
+        thread = self._thread
+        if (ended := self._stop()) is not None and thread is not None:
+            await asyncio.wrap_future(ended)
+            thread.shutdown()  # it has nothing left to do
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_items"):
+            self._stop()
+
+
+def _items(model: Any, request: Request) -> Generator[Any, None, None]:
+    """The events, and then what ``generate`` returns, under the autocast of the caller's thread."""
+    device_type = model.device.type
+    is_cast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_cast else None
+    autocast = torch.autocast(device_type, dtype, enabled=is_cast)  # which threads do not inherit
+
+    def items() -> Generator[Any, None, None]:
+        with autocast, Stream(model, request) as stream:
+            yield from stream
+            yield stream.result
+
+    return items()

@@ -159,13 +159,10 @@ class Rollout:
             for ids, equal in groupby(prompt_ids):
                 options = {"num_return_sequences": len(list(equal)), "seed": seeds.pop(0)}
                 requests.append(engine.add(ids, **arguments, **options))
-            while any(not request.done for request in requests):
-                engine.step()
             outputs = [request.result() for request in requests]
         finally:
-            for request in requests:
-                if not request.done:  # the engine may go on for others
-                    request.cancel()
+            for request in requests:  # those that are not done: the engine may go on for others
+                request.cancel()
         for output in outputs:
             if output.error is not None:
                 raise output.error
