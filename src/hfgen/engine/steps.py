@@ -61,11 +61,7 @@ class Steps:
     @torch.inference_mode(False)  # one that another step goes on with
     @torch.no_grad()
     def step(self) -> list[EngineEvent]:
-        """Make one step; returns the new events of all sequences.
-
-        An exception of a request's own processors, grammar or callbacks ends that request, with
-        ``finish_reason`` ``"error"``. One of a forward pass ends all requests in it.
-        """
+        """Make one step and return the new events of all sequences; raises as ``Engine.step``."""
         try:
             self._step()
         except BaseException as error:  # interrupted: what was forwarded and chosen is not known
