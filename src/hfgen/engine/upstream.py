@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -119,11 +119,13 @@ def generate_batch(
     bar = tqdm(total=sum(map(len, results)), unit="sequence", disable=not progress_bar)
     with bar, _eager_for_paged(self):
         engine = Engine(self.eval(), **_engine_options(batching))
-        for index, output in outputs(engine, prompts, {}, in_order=False, on_events=note_times):
-            for row, result in enumerate(results[index]):
-                _fill(result, output, row)
-                result.timestamps = times.pop((output.id, row), None)
-            bar.update(len(results[index]))
+        numbered = outputs(engine, prompts, {}, in_order=False, on_events=note_times)
+        with closing(numbered):
+            for index, output in numbered:
+                for row, result in enumerate(results[index]):
+                    _fill(result, output, row)
+                    result.timestamps = times.pop((output.id, row), None)
+                bar.update(len(results[index]))
     by_name = {result.request_id: result for each in results for result in each}
     if failed := [result for result in by_name.values() if result.error is not None]:
         first = failed[0]
