@@ -147,7 +147,7 @@ class States(OfBatch):
 
     def forward(self, n: int) -> None:
         """Forward the next ``n`` tokens of each row, which get outputs."""
-        rows = [row for row in self.rows if row is not None]
+        rows: list[Any] = self.rows
         at_once = n if n == 1 or self.can_extend else 1
         newest = torch.stack([row.run.ids[0, -n:] for row in rows])
         for start in range(0, n, at_once):
@@ -220,11 +220,9 @@ def gathered(rows: Sequence[Row], may_join: Callable[[States, States], bool]) ->
     for part in sorted(parts, key=lambda part: -part.batch.ids.numel()):
         for states in joined:
             if may_join(states, part):
-                try:
+                with suppress(ValueError):
                     states.absorb(part)
                     break
-                except ValueError:
-                    continue
         else:
             joined.append(part)
     return joined
