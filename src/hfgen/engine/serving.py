@@ -11,10 +11,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from .errors import EngineClosedError, as_exception
-from .request import EngineEvent, EngineRequest, RequestOutput
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .request import EngineEvent, EngineRequest, RequestOutput
+
 
 #: Requests that are prepared between two steps, at most: those that decode wait for it.
 MAX_ADDED = 8
@@ -107,7 +108,7 @@ class Service:
             while True:
                 command = self._commands.get_nowait()
                 if command is not None and command[0] == self._add:
-                    self._send([(command[1], self._closed_error())])
+                    self._send([(command[1], _End(error=self._closed_error()))])
 
     def _closed_error(self) -> EngineClosedError:
         error = EngineClosedError("the service is closed")
@@ -131,7 +132,7 @@ class Service:
         unfinished, self._open = self._open, {}
         reason = self.error or self._closed_error()
         with suppress(RuntimeError):  # the event loop is closed
-            self._send([(box, as_exception(reason)) for box in unfinished.values()])
+            self._send([(box, _End(error=as_exception(reason))) for box in unfinished.values()])
             self._loop.call_soon_threadsafe(self.ended.set)
         self._is_over = True
         self.engine.serve_in(None)
@@ -156,7 +157,7 @@ class Service:
         try:
             box.request = self.engine.add(box.prompt, **box.kwargs)
         except BaseException as error:  # a panic of a library is none of Exception
-            self._send([(box, as_exception(error))])
+            self._send([(box, _End(error=as_exception(error)))])
         else:
             self._open[box.request.id] = box
             self._send([(box, _ADDED)])
@@ -174,7 +175,8 @@ class Service:
                 items.append((box, event))
         for key in [key for key, box in self._open.items() if box.request.done]:
             box = self._open.pop(key)
-            items.append((box, self.engine.result(box.request)))
+            output = self.engine.result(box.request)
+            items.append((box, _End(output, output.error)))
         self._send(items)
 
     def _send(self, items: list[tuple[_Box, Any]]) -> None:
@@ -186,13 +188,13 @@ class Service:
 
     def _put(self, items: list[tuple[_Box, Any]]) -> None:
         for box, item in items:
-            if not (isinstance(item, EngineEvent) and box.is_cancelled):
+            if isinstance(item, _End) or not box.is_cancelled:
                 box.items.put_nowait(item)
-            if isinstance(item, RequestOutput) and self.observe is not None:
-                self.observe(item)
+            if isinstance(item, _End) and item.output is not None and self.observe is not None:
+                self.observe(item.output)
 
 
-class ServiceRequest(AsyncIterator[EngineEvent]):
+class ServiceRequest(AsyncIterator["EngineEvent"]):
     """A request of a service: an iterator of its events, and then its ``output``.
 
     It ends when ``async with request`` is left, by ``cancel()``, when the task that waits for it is
@@ -205,10 +207,7 @@ class ServiceRequest(AsyncIterator[EngineEvent]):
 
     def __init__(self, service: Service, box: _Box) -> None:
         self._service, self._box = service, box
-
-    @property
-    def _is_over(self) -> bool:
-        return self.output is not None or self.error is not None
+        self._is_over = False
 
     @property
     def request(self) -> EngineRequest:
@@ -218,7 +217,7 @@ class ServiceRequest(AsyncIterator[EngineEvent]):
     async def __anext__(self) -> EngineEvent:
         if not self._is_over:
             item = await self._take()
-            if not self._is_over:
+            if not isinstance(item, _End):
                 return item
         raise StopAsyncIteration
 
@@ -261,21 +260,16 @@ class ServiceRequest(AsyncIterator[EngineEvent]):
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if isinstance(item, RequestOutput):
-            self.output, self.error = item, item.error
-        elif isinstance(item, BaseException):
-            self.error = item
-        if self.error is not None:
-            raise self.error
+        if isinstance(item, _End):
+            self._is_over, self.output, self.error = True, item.output, item.error
+            if self.error is not None:
+                raise self.error
         return item
 
 
 @dataclass(slots=True, eq=False)
 class _Box:
-    """A request's arguments for the thread, and its events, and then its output or the error that refused it.
-
-    Holds no ``ServiceRequest``, which may be dropped.
-    """
+    """A request's arguments for the thread, and its events. Holds no ``ServiceRequest``, which may be dropped."""
 
     prompt: Any
     kwargs: dict[str, Any]
@@ -284,6 +278,14 @@ class _Box:
     is_cancelled: bool = False
     #: Written by the thread, before ``Service.add`` returns.
     request: Any = None
+
+
+@dataclass(slots=True)
+class _End:
+    """How a request has ended."""
+
+    output: RequestOutput | None = None
+    error: BaseException | None = None
 
 
 _ADDED = object()
