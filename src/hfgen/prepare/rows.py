@@ -94,8 +94,8 @@ def for_each_prompt(request: Request, n: int) -> list[Request]:
     if len(requests) != n:
         lists = ", ".join(f"`{name}`" for name in names)
         raise ValueError(
-            f"{lists}: a list has to have one value for each prompt, but there are {len(requests)} values and "
-            f"{n} prompts."
+            f"A list has to have one value for each prompt, but {lists} has {len(requests)}: there are "
+            f"{len(requests)} values and {n} prompts."
         )
     return requests
 
