@@ -30,9 +30,9 @@ from hfgen.decoding.drafters.base import Acceptance, Draft, DraftContext
 from hfgen.decoding.drafters.lookup import PromptLookup
 from hfgen.decoding.drafters.schedule import (
     Adaptive,
-    Constant,
     Costs,
     Heuristic,
+    Schedule,
     relative_cost,
 )
 from hfgen.decoding.strategies.verification import (
@@ -721,7 +721,7 @@ def test_drafts_change_tokens_in_bfloat16_only_where_two_are_equally_likely(
 
 
 def test_columns_that_a_row_cannot_fill_are_not_fed() -> None:
-    assert Constant(8).width([8, 3, 5]) == 8
+    assert Schedule(8).width([8, 3, 5]) == 8
     schedule = Adaptive(8)
     assert schedule.width([8, 0, 5]) == 0
     assert 0 < schedule.width([8, 3, 5]) <= 3

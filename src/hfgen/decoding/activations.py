@@ -51,23 +51,22 @@ class Record:
 
 def of_call(model: Any, call: Call) -> Record | None:
     """What a call records. Raises ``TypeError`` or ``ValueError`` if that cannot be recorded."""
-    asked = call.request.kwargs.get("record")
-    if asked is None:
+    if (asked := call.request.kwargs.get("record")) is None:
         return None
-    assert call.prompt is not None
     record = asked if isinstance(asked, Record) else Record(asked)
     names = [name for pattern in record.modules for name in modules_named(model, pattern)]
     config: Any = call.config
+    prompt: Any = call.prompt
     if not config.return_dict_in_generate:
         raise ValueError("`record` puts tensors on the output: set `return_dict_in_generate=True`.")
     if call.strategy is None:
         raise ValueError(f"`record` needs hfgen's loop, and {call.who} decodes by itself.")
     if record.folder is not None and not record.folder.is_dir():
         raise ValueError(f"`record`: the folder {str(record.folder)!r} does not exist.")
-    others = {n: v for n, v in call.prompt.model_kwargs.items() if n not in OF_TEXT}
+    others = {n: v for n, v in prompt.model_kwargs.items() if n not in OF_TEXT}
     if media := sorted(n for n, v in others.items() if not (v is None or isinstance(v, bool))):
         raise ValueError(f"`record` forwards the finished text alone, but the prompt has {media}.")
-    n_rows = call.prompt.batch_size * (config.num_return_sequences or 1)
+    n_rows = prompt.batch_size * (config.num_return_sequences or 1)
     width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 1)
     n_bytes = len(names) * n_rows * config.max_length * width * model.dtype.itemsize
     if record.folder is None and n_bytes > record.max_bytes:
@@ -103,9 +102,8 @@ class Recorder(Observer):
 
     def of_row(self, run: Run, sequences: Tensor, row: int, n_new: int) -> dict[str, Tensor]:
         """``(tokens, width)`` of each module for one row that has ``n_new`` generated tokens."""
-        model, call, n = run.model, run.call, len(sequences)
-        assert call is not None
-        assert call.prompt is not None
+        model, n = run.model, len(sequences)
+        call: Any = run.call
         own = torch.tensor([row * len(run.prompts) // n])  # the row of the prompt's arguments
         kwargs = call.prompt.model_kwargs
         prefix = "decoder_" if run.is_encoder_decoder else ""

@@ -99,10 +99,7 @@ def _fits(value: Any, kind: Any, depth: int = 1) -> bool:
 
 
 def card(model: nn.Module, tokenizer: Any = None) -> Card:
-    """The card of a model as it is here and now, without a call.
-
-    All weights are read, and one prompt is forwarded.
-    """
+    """The card of a model as it is here and now, without a call: reads all weights, forwards one prompt."""
     sections: dict[str, Any] = environment.of(model, tokenizer)
     return Card(**sections)
 
@@ -111,38 +108,32 @@ class CardWriter(Observer):
     """An observer that sets ``output.card`` when a call has ended; see ``loop.begin``."""
 
     def __init__(self, run: Run) -> None:
-        self.prompt_length = run.ids.shape[1]
-        self.has_prompt = run.config.output_card == "prompt"
-        self.beside = beside(run)
-        call = run.call
-        assert call is not None
-        inputs = {"input_ids": call.request.kwargs.get("input_ids", call.request.inputs)}
-        inputs["attention_mask"] = call.request.kwargs.get("attention_mask")
-        self.inputs = {n: ids.tolist() for n, ids in inputs.items() if isinstance(ids, Tensor)}
-        defaults = getattr(run.model, "generation_config", None)
-        self.parameters = [parameters_of(config, defaults) for config in call.configs]
+        call: Any = run.call
+        kwargs, defaults = call.request.kwargs, getattr(run.model, "generation_config", None)
+        ids, mask = kwargs.get("input_ids", call.request.inputs), kwargs.get("attention_mask")
+        pairs = {"input_ids": ids, "attention_mask": mask}.items()
+        inputs = {name: value.tolist() for name, value in pairs if isinstance(value, Tensor)}
+        prompt = {"digest": digest_of_inputs(inputs)}
+        prompt |= inputs if run.config.output_card == "prompt" else {}
+        parameters = [parameters_of(config, defaults) for config in call.configs]
+        self.sections = {"parameters": parameters, "beside": beside(run), "prompt": prompt}
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
-        sections: dict[str, Any] = environment.of(run.model, run.tokenizer)
-        prompt: dict[str, Any] = {"digest": digest_of_inputs(self.inputs)}
-        prompt |= self.inputs if self.has_prompt else {}
-        tokens = digests_of_rows(result["sequences"][:, self.prompt_length :])
-        sections |= {"parameters": self.parameters, "beside": self.beside, "prompt": prompt}
+        sections: dict[str, Any] = self.sections | environment.of(run.model, run.tokenizer)
+        sections["tokens"] = digests_of_rows(result["sequences"][:, run.prompts.shape[1] :])
         if (logprobs := run.extras.get("logprobs")) is not None:
             sections["logprobs"] = environment.digest(logprobs.token_logprobs)
-        run.extras["card"] = Card(**sections, tokens=tokens)
+        run.extras["card"] = Card(**sections)
 
 
 def beside(run: Run) -> list[str]:
     """What a call depended on and a card cannot hold."""
-    call = run.call
-    assert call is not None
+    call: Any = run.call
     request = call.request
     others = request.__slots__[2:-1]  # behind the inputs and the config
     names = [name for name in others if getattr(request, name) not in (None, [], False)]
-    for name, value in request.kwargs.items():
-        if not (value is None or name in SAVED or _is_json(value)):
-            names.append(name)
+    unsaved = ((name, value) for name, value in request.kwargs.items() if name not in SAVED)
+    names += [name for name, value in unsaved if not (value is None or _is_json(value))]
     if not isinstance(request.kwargs.get("input_ids", request.inputs), Tensor):
         names.append("a prompt that is no tensor of ids")
     if run.config.do_sample and any(config.seed is None for config in call.configs):
@@ -154,9 +145,8 @@ def beside(run: Run) -> list[str]:
 
 def _set_values(config: Any) -> dict[str, Any]:
     values = config.to_diff_dict()
-    if values.get("max_new_tokens") is not None:
-        values.pop("max_length", None)
-    return {name: value for name, value in values.items() if name not in UNSAVED and name[0] != "_"}
+    unsaved = [*UNSAVED, "max_length"] if values.get("max_new_tokens") is not None else UNSAVED
+    return {name: value for name, value in values.items() if name not in unsaved and name[0] != "_"}
 
 
 def parameters_of(config: Any, defaults: Any) -> dict[str, Any]:
@@ -183,21 +173,20 @@ def digest_of_inputs(inputs: Mapping[str, Any]) -> str:
     """The digest of the ids of prompts that their mask shows; padding does not count."""
     ids = inputs.get("input_ids", [])
     mask = inputs.get("attention_mask") or [[1] * len(row) for row in ids]
-    rows = []
-    for row in zip(ids, mask, strict=True):
-        rows.append([token for token, is_shown in zip(*row, strict=True) if is_shown])
+    pairs = (zip(*row, strict=True) for row in zip(ids, mask, strict=True))
+    rows = [[token for token, is_shown in row if is_shown] for row in pairs]
     return sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def digests_of_rows(tokens: Tensor) -> list[list[str]]:
     """Of each row of ``tokens (rows, n)``, a digest of the tokens up to each one."""
-    rows = []
+    rows: list[list[str]] = []
     for row in tokens.tolist():
-        checksum, digests = sha256(), []
+        checksum = sha256()
+        rows.append([])
         for token in row:
             checksum.update(f"{token} ".encode())
-            digests.append(checksum.hexdigest()[: environment.DIGITS])
-        rows.append(digests)
+            rows[-1].append(checksum.hexdigest()[: environment.DIGITS])
     return rows
 
 
@@ -230,9 +219,8 @@ def replay(
     if len(card.parameters) > 1:
         options = {"generation_config": [GenerationConfig(**values) for values in card.parameters]}
     options = tensors | options | ({"tokenizer": tokenizer} if card.tokenizer else {})
-    output = model.generate(**options | {"return_dict_in_generate": True, "output_card": True})
-    found: Card = output.card
-    return found
+    options |= {"return_dict_in_generate": True, "output_card": True}
+    return model.generate(**options).card
 
 
 def differences(expected: Card, found: Card) -> list[str]:

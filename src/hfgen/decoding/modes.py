@@ -68,9 +68,8 @@ class Mode:
 def _assisted(run: Run, arguments: dict[str, Any]) -> Strategy:
     if is_zero(run.config.max_new_tokens):  # nothing to draft: the prompt as it is
         return Sample(run)
-    get = arguments.get
-    drafting = get("assistant_model"), get("tokenizer"), get("assistant_tokenizer")
-    return Assisted(Setup(run, *drafting, get("inputs_tensor"), run.streamer is not None))
+    names = ("assistant_model", "tokenizer", "assistant_tokenizer", "inputs_tensor")
+    return Assisted(Setup(run, *map(arguments.get, names), has_streamer=run.streamer is not None))
 
 
 #: The parts of transformers' beam search that are methods, which hfgen's does not call.
@@ -185,7 +184,7 @@ def check_call(call: Call) -> None:
     if not getattr(config, "drop_finished", False):
         return
     if not getattr(call.strategy, "drops_rows", False):
-        dropping = (mode for mode in MODES.values() if getattr(mode.strategy, "drops_rows", False))
+        dropping = (mode for mode in _ROWS if getattr(mode.strategy, "drops_rows", False))
         names = ", ".join(mode.name for mode in dropping)
         raise ValueError(
             f"`drop_finished=True` works with {names}, and with strategies that declare "

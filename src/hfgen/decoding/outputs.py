@@ -29,13 +29,10 @@ def _recorded_fields(run: Run) -> list[str]:
     config = run.config
     if not config.return_dict_in_generate:
         return []
-    flags = {
-        "logits": config.output_logits,
-        "attentions": config.output_attentions,
-        "cross_attentions": config.output_attentions and run.is_encoder_decoder,
-        "hidden_states": config.output_hidden_states,
-    }
-    return [name for name, flag in flags.items() if flag]
+    fields = ("logits", "attentions", "hidden_states")
+    names = [name for name in fields if getattr(config, f"output_{name}")]
+    is_cross = run.is_encoder_decoder and "attentions" in names
+    return [*names, "cross_attentions"] if is_cross else names
 
 
 def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
@@ -104,7 +101,6 @@ class Recording(Observer):
         """The return value of ``generate``: ``result``'s sequences alone, or all in an output."""
         if not run.config.return_dict_in_generate:
             return result["sequences"]
-        config = run.config
         recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
         prefix = "decoder_" if run.is_encoder_decoder else ""
         fields = {prefix + n: recorded.get(n) for n in ("attentions", "hidden_states")} | result
@@ -115,11 +111,11 @@ class Recording(Observer):
             encoder = run.model_kwargs.get("encoder_outputs") or {}
             fields["cross_attentions"] = recorded.get("cross_attentions")
             for name in ("attentions", "hidden_states"):
-                is_asked = getattr(config, f"output_{name}")
+                is_asked = getattr(run.config, f"output_{name}")
                 fields[f"encoder_{name}"] = encoder.get(name) if is_asked else None
         output: Any = OUTPUTS[run.is_encoder_decoder, "beam_indices" in result](**fields)
         # A recipe may run on a model that is not mixed, whose config lacks the field.
-        if getattr(config, "output_speculation", False):
+        if getattr(run.config, "output_speculation", False):
             output.speculation = run.speculation
         for name, value in run.extras.items():
             setattr(output, name, value)

@@ -71,8 +71,7 @@ def recipe(strategy_class: type, **options: Any) -> Recipe:
             f"({str(strategy_class)[:60]}). An instance is made for each call."
         )
     name = strategy_class.__name__
-    missing = [m for m in METHODS if not callable(getattr(strategy_class, m, None))]
-    if missing:
+    if missing := [m for m in METHODS if not callable(getattr(strategy_class, m, None))]:
         raise TypeError(
             f"{name} is not a strategy: it lacks {', '.join(f'{m}()' for m in missing)}. See "
             "hfgen.state.run.Strategy; hfgen.decoding.strategies.NextToken has some of them."
@@ -121,7 +120,6 @@ class MinimumBayesRisk(Sample):
     ) -> None:
         super().__init__(run)
         self.utility, self.n_best, self.on_tokens = utility, n_best, on_tokens
-        self.prompt_length = run.ids.shape[1]
         #: ``(rows,)``: tokens generated until each sample's end, an EOS included.
         self.lengths = torch.zeros(len(run.ids), dtype=torch.long, device=run.ids.device)
 
@@ -131,10 +129,8 @@ class MinimumBayesRisk(Sample):
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         """The best samples, their expected utilities, and which rows they were, as beams say it."""
-        ids = super().result(run)["sequences"]
-        assert ids is not None
-        n = run.config.num_return_sequences
-        samples = self.samples(run, ids)
+        ids: Any = super().result(run)["sequences"]
+        n, samples = run.config.num_return_sequences, self.samples(run, ids)
         rows, utilities = [], []
         for start in range(0, len(samples), n):
             expected = expected_utilities(samples[start : start + n], self.utility)
@@ -145,7 +141,7 @@ class MinimumBayesRisk(Sample):
         n_steps = int(self.lengths[chosen].max())
         is_past_end = torch.arange(n_steps, device=ids.device) >= self.lengths[chosen, None]
         return {
-            "sequences": ids[chosen, : self.prompt_length + n_steps],
+            "sequences": ids[chosen, : run.prompts.shape[1] + n_steps],
             "sequences_scores": torch.tensor(utilities, device=ids.device),
             "beam_indices": chosen[:, None].expand(-1, n_steps).masked_fill(is_past_end, -1),
         }
@@ -154,8 +150,8 @@ class MinimumBayesRisk(Sample):
         """The generated part of each row of ``ids (rows, length)``, without its EOS: a text, or a tuple of ids."""
         eos = run.config._eos_token_tensor
         ends = set() if eos is None else set(eos.tolist())
-        generated = ids[:, self.prompt_length :].tolist()
-        rows = [row[:length] for row, length in zip(generated, self.lengths.tolist(), strict=True)]
+        pairs = zip(ids[:, run.prompts.shape[1] :].tolist(), self.lengths.tolist(), strict=True)
+        rows = [row[:length] for row, length in pairs]
         rows = [row[:-1] if row and row[-1] in ends else row for row in rows]
         if self.on_tokens:
             return [tuple(row) for row in rows]

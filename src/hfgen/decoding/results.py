@@ -84,18 +84,17 @@ class Results(Observer):
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
         """Give the output ``finish_reasons``, and ``texts`` and ``metrics`` if they are asked for."""
-        has_texts = run.tokenizer is not None and hasattr(run.tokenizer, "decode")
+        has_texts, n_rows = hasattr(run.tokenizer, "decode"), len(result["sequences"])
         is_lost = run.invalid is not None and run.invalid.steps()
         needs_look = has_texts or self.has_metrics or is_lost
         if getattr(run.criteria, "length_only", False) and not needs_look:
-            n_rows = len(result["sequences"])  # known without a look at them
             run.extras["finish_reasons"] = [FinishReason("length")] * n_rows
             return
         found = endings(run, result)
         run.extras["finish_reasons"] = [ending.reason for ending in found]
         if has_texts:
             rows = enumerate(found)
-            run.extras["texts"] = [text_of(run, row, ending, len(found)) for row, ending in rows]
+            run.extras["texts"] = [text_of(run, row, ending, n_rows) for row, ending in rows]
         if self.has_metrics:
             run.extras["metrics"] = self.metrics(run, [len(ending.ids) for ending in found])
 
@@ -108,9 +107,8 @@ class Results(Observer):
         rest, n_steps = total - first, max(lengths) - 1
         prompt = None if run.call is None else run.call.prompt
         n_prompt = math.prod((run.ids if prompt is None else prompt.main_input).shape[:2])
-        per_token = speed = None
-        if n_steps > 0:
-            per_token, speed = rest / n_steps, (sum(lengths) - len(lengths)) / rest
+        per_token = rest / n_steps if n_steps > 0 else None
+        speed = (sum(lengths) - len(lengths)) / rest if n_steps > 0 else None
         return Metrics(total, first, per_token, n_prompt / first, speed, peak)
 
 
@@ -130,8 +128,7 @@ def endings(run: Run, result: dict[str, Any]) -> list[Ending]:
 
 def text_of(run: Run, row: int, ending: Ending, n_rows: int) -> str:
     """The text of a returned row, without what stopped it unless that is asked for."""
-    skips, includes = skips_and_includes(run, row, n_rows)
-    ids, cause, before = ending.ids, ending.cause, context(run, row, n_rows)
+    ids, cause, (skips, includes, before) = ending.ids, ending.cause, spelling(run, row, n_rows)
     if isinstance(cause, TextCriteria) and (found := cause.found(ids, len(ids))) is not None:
         n_bytes = found.end if includes else found.begin
         return text_until(cause.pieces, ids, n_bytes, skips, before)
@@ -140,17 +137,14 @@ def text_of(run: Run, row: int, ending: Ending, n_rows: int) -> str:
     return decode(run.tokenizer, ids, skips, before)
 
 
-def context(run: Run, row: int, n_rows: int) -> list[int]:
-    """The end of the prompt of a returned row, for ``decode``."""
-    return context_of(run.tokenizer, run.prompts[row * len(run.prompts) // n_rows].tolist())
-
-
-def skips_and_includes(run: Run, row: int, n_rows: int) -> tuple[bool, bool]:
-    config: Any = run.config
-    if run.rows is not None:
-        config = run.rows.configs[row * len(run.rows) // n_rows]
-    skips = getattr(config, "skip_special_tokens", None)
-    return skips is None or bool(skips), bool(getattr(config, "include_stop_str_in_output", False))
+def spelling(run: Run, row: int, n_rows: int) -> tuple[bool, bool, list[int]]:
+    """Whether the text of a returned row skips special tokens and includes its stop string, and its prompt's end."""
+    config: Any = run.configs[row * len(run.configs) // n_rows]
+    skips = getattr(config, "skip_special_tokens", None) in (None, True)
+    includes = bool(getattr(config, "include_stop_str_in_output", False))
+    prompt = run.prompts[row * len(run.prompts) // n_rows].tolist()
+    has_texts = hasattr(run.tokenizer, "decode")
+    return skips, includes, context_of(run.tokenizer, prompt) if has_texts else []
 
 
 def _now(run: Run) -> float:

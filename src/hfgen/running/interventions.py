@@ -231,9 +231,7 @@ class Interventions:
 
     def during(self, run: Run, steps: Iterator[Any]) -> Generator[Any, None, None]:
         """Yield what ``steps`` yields, with the hooks on the model only while it decodes."""
-        mask = run.model_kwargs.get(
-            "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
-        )
+        mask = run.mask
         if mask is None or mask.ndim != 2:
             mask = torch.ones_like(run.ids)
         padding = (mask[:: len(mask) // self.n_prompts].cumsum(dim=1) == 0).sum(dim=1)

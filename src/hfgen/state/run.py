@@ -112,6 +112,12 @@ class Run:
         return getattr(self.config, "_call", None)
 
     @property
+    def mask(self) -> torch.Tensor | None:
+        """The mask of ``ids``: with an encoder, ``attention_mask`` is the encoder's."""
+        prefix = "decoder_" if self.is_encoder_decoder else ""
+        return self.model_kwargs.get(prefix + "attention_mask")
+
+    @property
     def configs(self) -> list[GenerationConfig]:
         """Return one config, or one for each prompt if they differ."""
         return [self.config] if self.rows is None else self.rows.configs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..decoding.results import Ending, context, skips_and_includes, text_of
+from ..decoding.results import Ending, spelling, text_of
 from ..logits.logprobs import Recorder, TokenLogprob
 from ..logits.stopping import FinishReason, StoppingCriteriaList
 from ..logits.stopping.causes import UNKNOWN, Causes, first
@@ -111,10 +111,9 @@ class Rows:
 
     def row(self, index: int) -> Row:
         if index not in self.rows:
-            skips, includes = skips_and_includes(self.run, index, self.n_rows)
+            skips, includes, before = spelling(self.run, index, self.n_rows)
             row = self.rows[index] = Row(index)
             if hasattr(self.run.tokenizer, "decode"):
-                before = context(self.run, index, self.n_rows)
                 row.detokenizer = Detokenizer(self.run.tokenizer, skips, before)
             if not includes:
                 row.stops = [c for c in self.causes(row) if isinstance(c, TextCriteria)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 from .assistant import Assistant, EarlyExit
 from .base import Adapted, Drafter, Setup
@@ -47,11 +46,10 @@ def make_drafter(setup: Setup) -> Drafter:
 
 def _prompt_lookup(setup: Setup) -> PromptLookup:
     """A lookup; it drafts beyond the last token where upstream's does and that shows: in draws and logits."""
-    run, config = setup.run, setup.run.config
-    allowed: Any = None
+    run, config, allowed = setup.run, setup.run.config, None
+    model_config = run.model.config.get_text_config(decoder=True)
     if run.processors and (setup.is_exact or setup.is_streamed_row):  # draws or chunks show drafts
         allowed = partial(n_allowed, run.processors, run.model.config.get_text_config().vocab_size)
-    model_config = run.model.config.get_text_config(decoder=True)
     positions = getattr(model_config, "max_position_embeddings", None) or math.inf
     fits = setup.max_length + config.prompt_lookup_num_tokens <= positions
     shows = len(run.ids) == 1 and config.return_dict_in_generate and config.output_logits
@@ -67,17 +65,14 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
     """
     if drafter.schedule is not None:
         return drafter.schedule
-    config = setup.run.config
-    is_one, is_lookup = len(setup.run.ids) == 1, isinstance(drafter, PromptLookup)
-    if is_lookup:
-        n_tokens, name = config.prompt_lookup_num_tokens, config.num_assistant_tokens_schedule
-    else:
-        n_tokens, name = None, setup.of_assistant("num_assistant_tokens_schedule", always=True)
-    if n_tokens is None:
+    config, (rows, length) = setup.run.config, setup.run.ids.shape
+    n_tokens, name = config.prompt_lookup_num_tokens, config.num_assistant_tokens_schedule
+    if not (is_lookup := isinstance(drafter, PromptLookup)):
+        name = setup.of_assistant("num_assistant_tokens_schedule", always=True)
+    if n_tokens is None or not is_lookup:
         n_tokens = setup.of_assistant("num_assistant_tokens") or DEFAULT_TOKENS
-    is_fixed = setup.is_exact or setup.is_streamed_row or (is_one and is_lookup)
+    is_fixed = setup.is_exact or setup.is_streamed_row or (rows == 1 and is_lookup)
     make = schedule_named(name, default="constant" if is_fixed else "adaptive")
-    rows, length = setup.run.ids.shape
     # Prompt lookup may overshoot, by no more than it knows.
     longest = setup.max_length if is_lookup else setup.max_length - length
     schedule = make(max(min(int(n_tokens), longest), 1), Costs(rows, drafter.cost))

@@ -15,7 +15,6 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ... import families
 from ... import running as execution
-from ...families import accepted_names
 from ...logits.processors.lists import for_drafts, is_row_wise
 from ...memory.caches.layers import record_past, roll_back
 from ...running import ranks
@@ -31,6 +30,17 @@ from .checks import decoder_layers
 from .schedule import relative_cost
 
 DEFAULT_THRESHOLD = 0.4  # of a draft's tokens, where no config says; upstream's default
+#: Fields of the call that an assistant decodes without.
+OF_TARGET = (
+    "max_length min_length min_new_tokens max_time stop_strings guidance_scale "
+    "prompt_lookup_num_tokens assistant_early_exit assistant_confidence_threshold "
+    "output_attentions output_hidden_states token_healing"
+).split()
+#: Arguments of the target's forward that an assistant has of its own, or decodes without.
+NOT_SHARED = {
+    *("past_key_values", "encoder_outputs", "inputs_embeds", "use_cache"),
+    *("output_attentions", "output_hidden_states"),
+}
 
 
 class Assistant(Drafter):
@@ -197,15 +207,8 @@ class Assistant(Drafter):
     def config(self, target: GenerationConfig) -> GenerationConfig:
         """The call's config, without what is for the target alone."""
         config = copy.deepcopy(target)
-        config.is_assistant = True
-        for name in (
-            "max_length min_length min_new_tokens max_time stop_strings guidance_scale "
-            "prompt_lookup_num_tokens assistant_early_exit assistant_confidence_threshold "
-            "output_attentions output_hidden_states token_healing"
-        ).split():
-            setattr(config, name, None)
         graph = getattr(target, "use_cuda_graph", False)  # hfgen's processors come from the target
-        vars(config).update(OWN_FIELDS | {"use_cuda_graph": graph})
+        vars(config).update(dict.fromkeys(OF_TARGET) | OWN_FIELDS | {"use_cuda_graph": graph})
         # Chunks of a decoder's prompt are not worth it, and others would forward one of them.
         if self.model.config.is_encoder_decoder or self.process_group is not None:
             config.prefill_chunk_size = None
@@ -213,26 +216,23 @@ class Assistant(Drafter):
         if isinstance(starts := config.decoder_start_token_id, list):
             n = len(self.setup.run.ids) // len(starts)
             config.decoder_start_token_id = [start for start in starts for _ in range(n)]
-        config.use_cache, config.use_mtp = True, False
+        config.is_assistant, config.use_cache, config.use_mtp = True, True, False
         return config
 
     def model_kwargs(self, target: Run, ids: Tensor) -> ModelKwargs:
         """The target's arguments that the assistant's forward takes."""
-        model, known = self.model, accepted_names(self.model)
-        dropped = (
-            "past_key_values encoder_outputs inputs_embeds output_attentions output_hidden_states "
-            "use_cache"
-        ).split()
+        model, columns = self.model, ("attention_mask", "position_ids")
+        names = families.accepted_names(model) - NOT_SHARED
         if not target.is_encoder_decoder:
             # Of embeddings, and of a prompt that the target's cache holds, it reads what comes after.
-            columns = [target.model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
-            if any(one is not None and one.shape[-1] != ids.shape[1] for one in columns):
-                dropped += ["attention_mask", "position_ids"]
+            values = [target.model_kwargs.get(name) for name in columns]
+            if any(value is not None and value.shape[-1] != ids.shape[1] for value in values):
+                names -= {*columns}
         if not model._supports_logits_to_keep():
-            dropped.append("logits_to_keep")
+            names -= {"logits_to_keep"}
         kwargs: ModelKwargs = {}
         for name, value in target.model_kwargs.items():
-            if name in known and name not in dropped and value is not None:
+            if name in names and value is not None:
                 # Masks and positions that have grown are parts of a buffer.
                 is_tensor = isinstance(value, Tensor)
                 value = value.to(ids.device).contiguous() if is_tensor else copy.deepcopy(value)
@@ -243,8 +243,7 @@ class Assistant(Drafter):
             kwargs["image_embeds_position_mask"] = pad(of_image, (0, n_generated))
         if target.is_encoder_decoder and not model.config.is_encoder_decoder:
             kwargs["encoder_outputs"] = target.model_kwargs["encoder_outputs"]
-            mask = target.model_kwargs.get("decoder_attention_mask")
-            kwargs["attention_mask"] = torch.ones_like(ids) if mask is None else mask
+            kwargs["attention_mask"] = torch.ones_like(ids) if target.mask is None else target.mask
         return kwargs
 
     def encoded(self, kwargs: ModelKwargs, config: GenerationConfig, ids: Tensor) -> ModelKwargs:
@@ -254,10 +253,10 @@ class Assistant(Drafter):
         # The caller may have given encoder outputs alone.
         if encoder_input is None or not (is_embeds or (encoder_input >= 0).all()):
             return kwargs | {"encoder_outputs": self.setup.run.model_kwargs["encoder_outputs"]}
-        repeats = len(ids) // len(encoder_input)
-        encoder_input = encoder_input.repeat_interleave(repeats, dim=0).to(ids.device)
+        n_repeats = len(ids) // len(encoder_input)
         is_embeds = is_embeds and self.model.main_input_name == "input_ids"
-        return kwargs | {"inputs_embeds" if is_embeds else "inputs": encoder_input}
+        name = "inputs_embeds" if is_embeds else "inputs"
+        return kwargs | {name: encoder_input.repeat_interleave(n_repeats, dim=0).to(ids.device)}
 
 
 class EarlyExit(Assistant):

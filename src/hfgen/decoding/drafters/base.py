@@ -144,9 +144,7 @@ def drafted_tokens(tokens: torch.Tensor, context: DraftContext) -> list[list[int
 
 def prompts_of(run: Run) -> list[list[int]]:
     """The prompt of each row without its padding."""
-    name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
-    mask = run.model_kwargs.get(name)
-    if mask is None or mask.shape != run.ids.shape:
+    if (mask := run.mask) is None or mask.shape != run.ids.shape:
         mask = torch.ones_like(run.ids)
     rows = zip(run.ids.cpu(), mask.bool().cpu(), strict=True)
     return [ids[is_token].tolist() for ids, is_token in rows]

@@ -21,25 +21,17 @@ GEMMA_TARGETS = ("Gemma4", "Gemma3n")
 BLOCK_FIELDS = ("target_layer_ids", "block_size", "mask_token_id")
 
 
-def _is_gemma_assistant(assistant: Any) -> bool:
-    return type(assistant).__name__.startswith(GEMMA_ASSISTANTS)
-
-
-def _is_dflash(config: GenerationConfig) -> bool:
-    return getattr(config, "speculation_type", None) == "dflash"
-
-
 def _uses_heads(config: GenerationConfig) -> bool:
     """Whether the model's own heads draft: unless a kind that upstream puts first is asked for."""
     first = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
-    return bool(getattr(config, "use_mtp", None)) and first == (None, None)
+    return bool(config.use_mtp) and first == (None, None)
 
 
 def has_foreign_generator(config: GenerationConfig, assistant: Any) -> bool:
     """Whether upstream's ``_get_candidate_generator`` makes an object that hfgen drafts through."""
-    return _uses_heads(config) or (
-        assistant is not None and (_is_gemma_assistant(assistant) or _is_dflash(config))
-    )
+    is_dflash = config.speculation_type == "dflash" and assistant is not None
+    is_gemma = type(assistant).__name__.startswith(GEMMA_ASSISTANTS)
+    return _uses_heads(config) or is_dflash or is_gemma
 
 
 def check_drafting(
@@ -64,7 +56,7 @@ def check_drafting(
                 )
         elif assistant is not None and not is_drafter:
             _check_kind(model, config, assistant)
-    if assistant is not None and not is_drafter and not _is_dflash(config):
+    if assistant is not None and not is_drafter and config.speculation_type != "dflash":
         _check_assistant(model, assistant, mode_kwargs)
         if {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
             vocabularies.check_translation(model, assistant, config, mode_kwargs)
@@ -72,12 +64,9 @@ def check_drafting(
 
 def _check_fields(model: Any, config: GenerationConfig, assistant: Any) -> None:
     schedule_named(config.num_assistant_tokens_schedule, default="constant")
-    drafting = {
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
-        "assistant_early_exit": config.assistant_early_exit,
-        "assistant_model": assistant,
-    }
-    names = [f"`{name}`" for name, value in drafting.items() if value is not None]
+    fields = ("prompt_lookup_num_tokens", "assistant_early_exit")
+    names = [f"`{name}`" for name in fields if getattr(config, name) is not None]
+    names += [] if assistant is None else ["`assistant_model`"]
     if len(names) > 1:
         raise ValueError(
             f"{' and '.join(names)} are given, but only one of them can draft. Leave the others out."
@@ -97,8 +86,7 @@ def _check_fields(model: Any, config: GenerationConfig, assistant: Any) -> None:
             "tokens cannot be rejected: assisted generation does not work with it."
         )
     if (n := config.assistant_early_exit) is not None:
-        decoder: Any = decoder_layers(model)[0]
-        n_all = decoder.config.num_hidden_layers
+        n_all = decoder_layers(model)[0].config.num_hidden_layers
         if not (is_integer(n) and 1 <= n <= n_all):
             raise ValueError(
                 f"`assistant_early_exit` has to be a layer of the model, 1 to {n_all}, but is {n}."
@@ -109,7 +97,7 @@ def _check_kind(model: Any, config: GenerationConfig, assistant: Any) -> None:
     """Raise if the class of an assistant does not go with the model or the kind of speculation."""
     name, kind = type(model).__name__, type(assistant).__name__
     text = model.config.get_text_config()
-    if _is_gemma_assistant(assistant):
+    if kind.startswith(GEMMA_ASSISTANTS):
         if not name.startswith(GEMMA_TARGETS):
             raise ValueError(
                 f"`assistant_model` is a {kind}, which attends to the keys and values of a Gemma 4 "
@@ -121,10 +109,9 @@ def _check_kind(model: Any, config: GenerationConfig, assistant: Any) -> None:
                 f"`assistant_model` ({kind}) was made for hidden states of size {expected}, and those "
                 f"of {name} have {text.hidden_size}."
             )
-    elif _is_dflash(config):
+    elif config.speculation_type == "dflash":
         own: Any = getattr(assistant, "config", None)
-        missing = [field for field in BLOCK_FIELDS if getattr(own, field, None) is None]
-        if missing:
+        if missing := [field for field in BLOCK_FIELDS if getattr(own, field, None) is None]:
             raise ValueError(
                 "`speculation_type='dflash'` takes an `assistant_model` that denoises blocks of "
                 f"tokens; {kind} does not: its config has no {', '.join(missing)}."
@@ -154,9 +141,8 @@ def _check_assistant(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) ->
         )
     if model.config.is_encoder_decoder and not assistant.config.is_encoder_decoder:
         for name in ("encoder_attention_heads", "encoder_ffn_dim", "encoder_layers"):
-            if name in dir(assistant.config) and (
-                getattr(model.config, name) != getattr(assistant.config, name)
-            ):
+            size = getattr(model.config, name, None)
+            if getattr(assistant.config, name, size) != size:
                 raise ValueError(
                     f"`assistant_model` is decoder-only and its config's `{name}` differs from the "
                     "model's, so it cannot read the model's encoder. Load it as an encoder-decoder."
@@ -175,7 +161,7 @@ def _check_assistant(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) ->
         )
 
 
-def decoder_layers(model: Any) -> tuple[nn.Module, nn.Module, str]:
+def decoder_layers(model: Any) -> tuple[Any, nn.Module, str]:
     """The decoder, the module in it that has its list of layers, and the list's name there.
 
     Raises ``ValueError`` if there is no list with as many layers as the decoder's config says.

@@ -17,7 +17,7 @@ from .base import (
     drafted_tokens,
     name_of,
 )
-from .schedule import Constant
+from .schedule import Schedule
 
 LONGEST = 64  # the largest number of forced tokens that one forward verifies
 
@@ -29,7 +29,7 @@ class ForcedTokens(Drafter):
     """
 
     def __init__(self) -> None:
-        self.schedule = Constant(LONGEST)
+        self.schedule = Schedule(LONGEST)
 
     def draft(self, context: DraftContext) -> None:
         return
@@ -54,19 +54,18 @@ class UnderGrammar(Drafter):
             is_open = n > 0 and self.follower.is_open(grammar)
             rows.append(grammar.matcher.compute_ff_tokens()[:n] if is_open else [])
             self.has_asked = self.has_asked or (n > 0 and not rows[-1])
-        logits = None
+        logits, draft = None, None
         if self.has_asked:
             context = replace(context, needs_all=False)  # what is forced will do
             draft = check(name_of(self.drafter), self.drafter.draft(context), context)
-            if draft is not None:
-                # A token that is not drawn from scores has none, and then no row has.
-                logits = None if any(rows) else draft.logits
-                drafted = drafted_tokens(draft.tokens, context)
-                for row, (grammar, new) in enumerate(zip(grammars, drafted, strict=True)):
-                    if not rows[row]:
-                        is_open = self.follower.is_open(grammar)
-                        n_allowed = self.follower.n_allowed(grammar, new) if is_open else None
-                        rows[row] = new[:n_allowed]
+        if draft is not None:
+            # A token that is not drawn from scores has none, and then no row has.
+            logits = None if any(rows) else draft.logits
+            drafted = drafted_tokens(draft.tokens, context)
+            for row, (grammar, new) in enumerate(zip(grammars, drafted, strict=True)):
+                if not rows[row]:
+                    is_open = self.follower.is_open(grammar)
+                    rows[row] = new[: self.follower.n_allowed(grammar, new) if is_open else None]
         return draft_of_rows(rows, context, logits)
 
     def observe(self, verdict: Acceptance) -> None:
@@ -75,6 +74,5 @@ class UnderGrammar(Drafter):
 
 
 def under_grammar(drafter: Drafter, processors: Any) -> Drafter:
-    followers = (p.follower for p in processors if isinstance(p, GrammarProcessor))
-    follower = next(followers, None)
-    return drafter if follower is None else UnderGrammar(drafter, follower)
+    followers = [p.follower for p in processors if isinstance(p, GrammarProcessor)]
+    return UnderGrammar(drafter, followers[0]) if followers else drafter

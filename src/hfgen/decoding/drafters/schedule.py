@@ -56,10 +56,12 @@ def relative_cost(draft: Any, target: Any) -> float:
 
 
 class Schedule:
-    """Decides on the length of the next draft."""
+    """Decides on the length of the next draft; this one never changes it. Upstream's "constant"."""
 
-    n_tokens: int  # tokens to draft in the next round; 0 to decode without a draft
     needs_all = False  # whether ``width`` is 0 where a row can fill no column
+
+    def __init__(self, n_tokens: int, costs: Costs | None = None) -> None:
+        self.n_tokens = n_tokens  # to draft in the next round; 0 to decode without a draft
 
     def width(self, filled: Sequence[int]) -> int:
         """How many columns to feed, of those that each row can fill: with known tokens, then drafted ones."""
@@ -72,18 +74,11 @@ class Schedule:
         """The call is over."""
 
 
-class Constant(Schedule):
-    """Always the same. Upstream's "constant"."""
-
-    def __init__(self, n_tokens: int, costs: Costs | None = None) -> None:
-        self.n_tokens = n_tokens
-
-
-class Heuristic(Constant):
+class Heuristic(Schedule):
     """Two more after a draft that was accepted as a whole, one less after any other.
 
-    Upstream's "heuristic" (writes the number to the assistant's config in the end, for its next
-    call) and "heuristic_transient".
+    Upstream's "heuristic", which writes the number to ``kept_in``, the assistant's config, for its next
+    call; and "heuristic_transient".
     """
 
     kept_in: Any = None
@@ -126,7 +121,7 @@ class Depths:
         return rates
 
 
-class Adaptive(Constant):
+class Adaptive(Schedule):
     """The length that should make tokens fastest, by what was accepted so far: hfgen's default.
 
     A round gains the accepted tokens and one more (Leviathan et al. 2023, equation 1); of several rows, those
@@ -213,7 +208,7 @@ class Adaptive(Constant):
 #: By ``num_assistant_tokens_schedule``; made from a number of tokens, and what they cost.
 SCHEDULES: dict[str, Callable[[int, Costs], Schedule]] = {
     "adaptive": Adaptive,
-    "constant": Constant,
+    "constant": Schedule,
     "heuristic": Heuristic,
     "heuristic_transient": Heuristic,
 }

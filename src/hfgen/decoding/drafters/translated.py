@@ -55,25 +55,22 @@ class UniversalDrafter(Assistant):
         """The ids that the assistant's begin with, before ``text``."""
         if not self.model.config.is_encoder_decoder:
             return self.own.opening(text)
-        start = self.model.generation_config.decoder_start_token_id
-        start = self.model.config.decoder_start_token_id if start is None else start
-        return [] if start is None else [start]
+        configs = self.model.generation_config, self.model.config
+        starts = (config.decoder_start_token_id for config in configs)
+        return [start for start in starts if start is not None][:1]
 
     def draft(self, context: DraftContext) -> Draft | None:
         if all(context.is_done):
             return None
         first = min(n for n, done in zip(self.n_read, context.is_done, strict=True) if not done)
         new = context.ids[:, first : max(context.known)].tolist()
-        texts: list[list[int]] = []
+        texts: list[list[int]] = [[] for _ in self.rows]
         n_tokens = 0
         for index, (row, known) in enumerate(zip(self.rows, context.known, strict=True)):
-            if context.is_done[index]:
-                texts.append([])
-                continue
-            row.read(new[index][self.n_read[index] - first : known - first])
-            self.n_read[index] = known
-            texts.append(row.context())
-            n_tokens = max(n_tokens, context.end - known if texts[-1] else 0)
+            if not context.is_done[index]:
+                row.read(new[index][self.n_read[index] - first : known - first])
+                self.n_read[index], texts[index] = known, row.context()
+                n_tokens = max(n_tokens, context.end - known if texts[index] else 0)
         own = self.laid_out(texts, n_tokens) if n_tokens else None
         if own is None or (drafted := super().draft(own)) is None:
             return None
@@ -89,9 +86,8 @@ class UniversalDrafter(Assistant):
         valid = [common_prefix(fed, row) for fed, row, done in triples if not done]
         n_kept = min(*valid, longest - 1, self.cached)
         # Some caches can be taken back by the last draft alone.
-        is_lost = n_kept < self.n_kept and not (
-            self.run is not None and keeps_all_tokens(self.run.model_kwargs["past_key_values"])
-        )
+        cache = None if self.run is None else self.run.model_kwargs["past_key_values"]
+        is_lost = n_kept < self.n_kept and (cache is None or not keeps_all_tokens(cache))
         if pads != self.pads or is_lost:
             self.run, self.cached, self.length, n_kept = None, 0, 0, 0
         self.pads, self.fed, self.n_kept = pads, rows, n_kept
@@ -128,9 +124,9 @@ class UniversalDrafter(Assistant):
         eos = self.model.generation_config.eos_token_id
         if eos is None:
             eos = getattr(self.own.tokenizer, "eos_token_id", None)
-        facts: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "temperature": 1.0}
-        facts |= {"do_sample": bool(target.do_sample), "cache_implementation": "dynamic"}
-        config = GenerationConfig(**facts, eos_token_id=eos)
+        fields: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "temperature": 1.0}
+        fields |= {"do_sample": bool(target.do_sample), "cache_implementation": "dynamic"}
+        config = GenerationConfig(**fields, eos_token_id=eos)
         config.is_assistant, config.use_mtp = True, False
         return config
 
@@ -141,9 +137,8 @@ class UniversalDrafter(Assistant):
             columns = torch.arange(ids.shape[1], device=ids.device)
             pads = torch.tensor(self.pads, device=ids.device)
             kwargs[prefix + "attention_mask"] = (columns >= pads[:, None]).long()
-        if self.encoder_mask is not None:
-            repeats = len(ids) // len(self.encoder_mask)
-            mask = self.encoder_mask.repeat_interleave(repeats, dim=0)
+        if (mask := self.encoder_mask) is not None:
+            mask = mask.repeat_interleave(len(ids) // len(mask), dim=0)
             kwargs["attention_mask"] = mask.to(ids.device)
         return kwargs
 
@@ -167,8 +162,7 @@ class ByText(UniversalDrafter):
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
         """The text's tokens; if the assistant has ended it, the target's EOS."""
         assert self.run is not None
-        tokens = row.follow(drafted)
-        own_eos = self.run.config._eos_token_tensor
+        tokens, own_eos = row.follow(drafted), self.run.config._eos_token_tensor
         eos = self.setup.run.config._eos_token_tensor
         if eos is None or own_eos is None or drafted[-1] not in own_eos.tolist():
             return tokens
@@ -204,8 +198,7 @@ class BySharedTokens(UniversalDrafter):
 
     def translated(self, drafted: Draft, own: DraftContext, context: DraftContext) -> Draft | None:
         """Also the logits: those of each row's tokens, in the target's vocabulary."""
-        result = super().translated(drafted, own, context)
-        if result is None:
+        if (result := super().translated(drafted, own, context)) is None:
             return None
         logits: Any = drafted.logits
         columns = torch.arange(result.tokens.shape[1]) + context.start

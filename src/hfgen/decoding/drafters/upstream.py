@@ -19,19 +19,11 @@ from ...logits.processors.lists import for_drafts
 from ...running.row_states import is_replaced
 from ...state.run import Run
 from .base import Draft, DraftContext, Drafter, Setup
-from .schedule import DEFAULT_TOKENS, Constant
+from .schedule import DEFAULT_TOKENS, Schedule
 
 MANY_TOKENS = 128  # more than a generator drafts at once, unless the call has room for still more
-
-
-def _kind(name: str) -> Any:
-    """A class of upstream's, or one that nothing is an instance of in a release without it."""
-    return getattr(kinds, name, type(name, (), {}))
-
-
-MTP = _kind("MTPCandidateGenerator")
-DFLASH = _kind("DFlashTokenCandidateGenerator")
-SINGLE_POSITION = _kind("SinglePositionMultiTokenCandidateGenerator")
+SINGLE_POSITION = kinds.SinglePositionMultiTokenCandidateGenerator
+READ_PROMPTS = (kinds.MTPCandidateGenerator, kinds.DFlashTokenCandidateGenerator, SINGLE_POSITION)
 
 
 class FromGenerator(Drafter):
@@ -50,13 +42,14 @@ class FromGenerator(Drafter):
             )
         self.setup = setup
         self.generator = generator = _call_hook(setup) if generator is None else generator
-        _check_prompt(setup.run, generator)
+        if type(generator) in READ_PROMPTS:
+            _check_prompt(setup.run, type(generator).__name__)
         #: Drafts may go beyond the last token, and are made for it too, where draws depend on them.
         self.overshoots = self.is_always_asked = setup.is_exact
         room = setup.max_length - setup.run.ids.shape[1]
-        self.schedule = Constant(max(room, MANY_TOKENS))
+        self.schedule = Schedule(max(room, MANY_TOKENS))
         #: Whether ``get_candidates`` takes what the target model returned in the last round.
-        self.reads_outputs = bool(getattr(generator, "requires_model_outputs", False))
+        self.reads_outputs = getattr(generator, "requires_model_outputs", False)
         if self.reads_outputs:
             self.forward_arguments = dict(getattr(generator, "model_kwargs_overrides", {}))
             if setup.run.config.output_hidden_states:  # all, and not only those that it reads
@@ -65,15 +58,10 @@ class FromGenerator(Drafter):
         self.n_matches = 0
 
     def draft(self, context: DraftContext) -> Draft | None:
-        ids = context.ids[:, : context.start]
-        arguments: dict[str, Any] = {}
+        ids, outputs, arguments = context.ids[:, : context.start], self.outputs, dict[str, Any]()
         if self.reads_outputs:
-            arguments = {
-                "model_kwargs": self.model_kwargs(),
-                "model_outputs": self.outputs,
-                "is_first_iteration": self.outputs is None,
-                "n_last_matches": self.n_matches,
-            }
+            arguments = {"model_kwargs": self.model_kwargs(), "model_outputs": outputs}
+            arguments |= {"is_first_iteration": outputs is None, "n_last_matches": self.n_matches}
         candidates, logits = self.generator.get_candidates(ids, **arguments)
         length, shape = ids.shape[1], tuple(candidates.shape)
         if len(shape) != 2 or shape[0] != 1 or shape[1] < length:
@@ -105,16 +93,14 @@ class FromGenerator(Drafter):
 
 
 def has_own_hook(model: Any) -> bool:
-    hook = getattr(model._get_candidate_generator, "__func__", None)
-    is_inherited = hook is GenerationMixin._get_candidate_generator
-    return not is_inherited or is_replaced("_get_candidate_generator")
+    name = "_get_candidate_generator"
+    hook = getattr(getattr(model, name), "__func__", None)
+    return hook is not getattr(GenerationMixin, name) or is_replaced(name)
 
 
-def _check_prompt(run: Run, generator: Any) -> None:
-    """Raise ``ValueError`` for a prompt without ids or hidden states, for kinds that read all of them."""
-    if type(generator) not in (MTP, DFLASH, SINGLE_POSITION):
-        return
-    kind, cache = type(generator).__name__, run.model_kwargs.get("past_key_values")
+def _check_prompt(run: Run, kind: str) -> None:
+    """Raise ``ValueError`` for a prompt without ids or hidden states, all of which ``kind`` reads."""
+    cache = run.model_kwargs.get("past_key_values")
     if run.model_kwargs.get("inputs_embeds") is not None and not run.is_encoder_decoder:
         raise ValueError(
             f"{kind} reads the ids of the prompt: pass `input_ids` in place of `inputs_embeds`."

@@ -138,8 +138,7 @@ class Assisted:
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_embeds = has_embeds and not run.is_encoder_decoder
         # Of a prompt that is all padding, eager attention takes the mean over all keys, also drafts'.
-        name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
-        mask = run.model_kwargs.get(name)
+        mask = run.mask
         masks_a_row = mask is not None and mask.ndim == 2 and not (mask != 0).any(dim=1).all()
         is_shifted = self.position_pad is not None and bool((run.ids == self.position_pad).any())
         # A hook may drop keys of the prompt, and should not see drafts among its tokens; an ensemble and

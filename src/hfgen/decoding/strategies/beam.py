@@ -55,13 +55,12 @@ class Beam(NextToken):
         super().__init__(run)
         config = run.config
         rows, self.prompt_length = run.ids.shape
-        self.beams = self.beams_of(config)
+        self.beams = int(config.num_beams) // (config.num_beam_groups or 1)
         self.batch = rows // self.beams
         self.row_choice = run.row_choice
-        #: Processors and criteria that remember rows.
-        self.stateful_functions = [
-            f for f in (*run.processors, *run.criteria) if hasattr(f, "reorder")
-        ]
+        functions = (*run.processors, *run.criteria)
+        #: The functions that remember rows.
+        self.stateful_functions = [f for f in functions if hasattr(f, "reorder")]
         device, eos = run.ids.device, config._eos_token_tensor
         differ = run.rows is not None and run.rows.differ_in("_eos_token_tensor", "stop_token_ids")
         # Enough beams are left even if all ending tokens are among the candidates.
@@ -89,10 +88,6 @@ class Beam(NextToken):
         self.is_over = ~self.can_improve  # ``(batch, 1)``: whether the search of a prompt is over
         self.n_settled = self.prompt_length  # settled tokens of each sequence; a streamer has them
 
-    @staticmethod
-    def beams_of(config: GenerationConfig) -> int:
-        return int(config.num_beams)
-
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
         if self.active is not None:
@@ -118,10 +113,24 @@ class Beam(NextToken):
         return self.candidates(run, scores), scores
 
     def advance(self, run: Run, candidates: Hypotheses) -> Hypotheses:
-        """Put candidates that end into ``finished``; return those ``(batch, beams)`` that go on."""
+        """Return the candidates ``(batch, beams)`` that go on.
+
+        Those that end replace worse ones in ``finished``, by score per length to the penalty's power.
+        """
         are_done = candidates.is_done.all(dim=1, keepdim=True)
         self.all_done = are_done.all()
-        self.add_finished(run, candidates)
+        ends_now = candidates.is_done & self.may_end
+        scores = self.normalised(run, candidates.scores, candidates.ids.shape[2])
+        # Sums, not one mask: scores of candidates that may not enter keep the order of upstream's.
+        if run.config.early_stopping is True:
+            is_full = self.finished.is_done.all(dim=-1, keepdim=True)
+            scores = scores + is_full.float() * NEG_INF
+        scores = scores + (~self.can_improve).float() * NEG_INF
+        scores = scores + (~ends_now) * NEG_INF
+        newcomers = Hypotheses(candidates.ids, candidates.parents, scores, ends_now)
+        both = self.finished.beside(newcomers, self.fill)
+        n_per_prompt = self.n_per_prompt and [self.beams + n for n in self.n_per_prompt]
+        self.finished = both.best(self.beams, n_per_prompt, self.is_over)
         self.is_over = self.is_over | are_done
         candidates.scores = candidates.scores + candidates.is_done.float() * NEG_INF
         return candidates.best(self.beams, self.n_per_prompt)
@@ -185,21 +194,6 @@ class Beam(NextToken):
         self.invalid.note(best, run.ids.shape[1] - self.prompt_length)
         return index
 
-    def add_finished(self, run: Run, candidates: Hypotheses) -> None:
-        """Replace finished hypotheses by better candidates that end: by score per length to the penalty's power."""
-        ends_now = candidates.is_done & self.may_end
-        scores = self.normalised(run, candidates.scores, candidates.ids.shape[2])
-        # Sums, not one mask: scores of candidates that may not enter keep the order of upstream's.
-        if run.config.early_stopping is True:
-            is_full = self.finished.is_done.all(dim=-1, keepdim=True)
-            scores = scores + is_full.float() * NEG_INF
-        scores = scores + (~self.can_improve).float() * NEG_INF
-        scores = scores + (~ends_now) * NEG_INF
-        newcomers = Hypotheses(candidates.ids, candidates.parents, scores, ends_now)
-        both = self.finished.beside(newcomers, self.fill)
-        n_per_prompt = self.n_per_prompt and [self.beams + n for n in self.n_per_prompt]
-        self.finished = both.best(self.beams, n_per_prompt, self.is_over)
-
     def normalised(self, run: Run, scores: torch.Tensor, length: int) -> torch.Tensor:
         return scores / (length - self.prompt_length) ** float(run.config.length_penalty)
 
@@ -211,19 +205,17 @@ class Beam(NextToken):
         rows = rows if self.active is None else self.active.local(rows)
         if hasattr(run.model, "_reorder_cache"):  # RAG reorders documents, too
             run.model_kwargs[name] = run.model._reorder_cache(cache, rows)
-        elif hasattr(cache, "reorder_cache"):
-            # Looking is free where no device has to be waited for; copying the cache is not.
-            if rows.is_cpu and rows.tolist() == list(range(len(rows))):
-                return
-            if run.shares_prompts:
-                layers.reorder_beams(cache, rows, run.is_encoder_decoder)
-            else:
-                cache.reorder_cache(rows)
-        else:
+        elif not hasattr(cache, "reorder_cache"):
             raise ValueError(
                 f"{type(run.model).__name__} cannot search with beams: its cache "
                 f"({type(cache).__name__}) cannot be reordered. Set `use_cache=False`."
             )
+        # Looking is free where no device has to be waited for; copying the cache is not.
+        elif not rows.is_cpu or rows.tolist() != list(range(len(rows))):
+            if run.shares_prompts:
+                layers.reorder_beams(cache, rows, run.is_encoder_decoder)
+            else:
+                cache.reorder_cache(rows)
 
     def stop(self, run: Run) -> None:
         """End the search of a prompt whose best running beam cannot beat its worst ended one.

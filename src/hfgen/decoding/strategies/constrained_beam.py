@@ -65,22 +65,22 @@ class Progress:
         return list(dict.fromkeys(token for one in open_ones for token in wanted(one)))
 
     def after(self, token: int) -> Progress:
-        if token not in self._next:
-            constraint = self.current
-            if constraint is None:
-                constraint = next((one for one in self.pending if one.does_advance(token)), None)
-            self._next[token] = self if constraint is None else self._moved(constraint, token)
-        return self._next[token]
-
-    def _moved(self, constraint: Any, token: int) -> Progress:
-        others = tuple(one for one in self.pending if one is not constraint)
-        # A deep copy: a shallow one of the caller's may share what update() changes.
-        moved = deepcopy(constraint)
-        _, is_met, is_reset = moved.update(token)
-        if is_reset:
-            others = (*others, constraint.copy(stateful=False))
-        current = None if is_met or is_reset else moved
-        return Progress(self.met + (is_met and not is_reset), current, others, self.unit)
+        if (after := self._next.get(token)) is not None:
+            return after
+        after, constraint = self, self.current
+        if constraint is None:
+            constraint = next((one for one in self.pending if one.does_advance(token)), None)
+        if constraint is not None:
+            others = tuple(one for one in self.pending if one is not constraint)
+            # A deep copy: a shallow one of the caller's may share what update() changes.
+            moved = deepcopy(constraint)
+            _, is_met, is_reset = moved.update(token)
+            if is_reset:
+                others = (*others, constraint.copy(stateful=False))
+            current = None if is_met or is_reset else moved
+            after = Progress(self.met + (is_met and not is_reset), current, others, self.unit)
+        self._next[token] = after
+        return after
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +110,15 @@ class ConstrainedBeam(NBestBeam):
         name = "constraints" if config.force_words_ids is None else "force_words_ids"
         if config.do_sample:
             raise ValueError(
-                f"`{name}` asks for constrained beam search, which does not sample. Set "
-                "`do_sample=False`."
+                f"`{name}` asks for constrained beam search, which does not sample: set `do_sample=False`."
             )
         if (config.num_beam_groups or 1) != 1:
             raise ValueError(
-                f"`{name}` and `num_beam_groups` (={config.num_beam_groups}) do not go together. "
-                "Leave one of them out."
+                f"`{name}` and `num_beam_groups` (={config.num_beam_groups}) do not go together."
             )
         if (config.num_beams or 1) < 2:
             raise ValueError(
-                f"`{name}` needs beams to search with: `num_beams` has to be at least 2, but is "
-                f"{config.num_beams}."
+                f"`{name}` needs beams to search with: `num_beams` has to be at least 2, not {config.num_beams}."
             )
         size = n_scores(model)
         for constraint in constraints.of_config(config):
@@ -137,7 +134,7 @@ class ConstrainedBeam(NBestBeam):
         super().__init__(run)
         config = run.config
         start = Progress.start(constraints.of_config(config))
-        #: How far each running beam is; and which of them are continued by which token in any case.
+        #: Of each prompt: how far each running beam is; and which beams are continued by which token in any case.
         self.progress = [[start] * self.beams for _ in range(self.batch)]
         # All beams start alike: what is forced upon the first would be a duplicate in the others.
         self.forced = [[(0, token) for token in start.wanted] for _ in range(self.batch)]
@@ -152,17 +149,15 @@ class ConstrainedBeam(NBestBeam):
 
     def candidates(self, run: Run, log_probs: Tensor, searches: slice = slice(None)) -> Hypotheses:
         """The ``n_candidates`` likeliest continuations, then the forced ones, with any in empty places."""
-        vocab, device = log_probs.shape[1], log_probs.device
         totals = self.totals(log_probs)
-        likeliest = self.likeliest(run, totals)
-        beams, tokens = self.forced_beams, self.forced_tokens
-        if beams.shape[1] == 0:
-            return self.continued(run, totals, likeliest)
-        if (eos := run.config._eos_token_tensor) is not None:
-            log_probs = log_probs.index_fill(1, eos.to(device), -torch.inf)
-        best = log_probs.argmax(dim=1).view(self.batch, self.beams).gather(1, beams)
-        forced = beams * vocab + torch.where(tokens == ANY, best, tokens)
-        return self.continued(run, totals, torch.cat([likeliest, forced], dim=1))
+        index, beams, tokens = self.likeliest(run, totals), self.forced_beams, self.forced_tokens
+        if beams.shape[1] > 0:
+            if (eos := run.config._eos_token_tensor) is not None:
+                log_probs = log_probs.index_fill(1, eos.to(log_probs.device), -torch.inf)
+            best = log_probs.argmax(dim=1).view(self.batch, self.beams).gather(1, beams)
+            forced = beams * log_probs.shape[1] + torch.where(tokens == ANY, best, tokens)
+            index = torch.cat([index, forced], dim=1)
+        return self.continued(run, totals, index)
 
     def select(self, run: Run, candidates: Hypotheses) -> tuple[Tensor, Tensor, Tensor]:
         ends, scores = self.ends(run, candidates), candidates.scores

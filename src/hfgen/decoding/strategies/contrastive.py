@@ -58,16 +58,13 @@ class Contrastive(Sample):
             )
         if model._is_stateful:
             raise ValueError(
-                f"{name} tries several tokens from one state and takes them back, but "
-                f"{type(model).__name__} keeps a state that cannot be rolled back."
+                f"{name} takes tokens back, and {type(model).__name__} keeps a state that cannot be rolled back."
             )
         if not config.use_cache:
-            raise ValueError(
-                f"{name} tries its candidates on a cache: leave out `use_cache=False`."
-            )
+            raise ValueError(f"{name} needs a cache: leave out `use_cache=False`.")
         if config.prefill_chunk_size is not None:
             raise ValueError(
-                f"{name} needs the hidden states of the whole prompt at once: leave out "
+                f"{name} needs the hidden states of the whole prompt: leave out "
                 f"`prefill_chunk_size`={config.prefill_chunk_size}."
             )
 
@@ -76,8 +73,7 @@ class Contrastive(Sample):
         _check_cache(run, cache := run.model_kwargs.get(self.cache_name))
         super().__init__(run)
         config = run.config
-        self.alpha = float(config.penalty_alpha)
-        self.top_k = int(config.top_k)
+        self.alpha, self.top_k = float(config.penalty_alpha), int(config.top_k)
         self.is_sequential = bool(config.low_memory)
         # A cache that the caller gets to see holds all tokens but the last, as after greedy decoding.
         is_given = getattr(cache, "_is_user_defined", False)
@@ -92,9 +88,7 @@ class Contrastive(Sample):
 
     def prefill(self, run: Run) -> ModelOutput | None:
         outputs = super().prefill(run)
-        hidden = _last_hidden(run, outputs)
-        name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
-        mask = run.model_kwargs.get(name)
+        hidden, mask = _last_hidden(run, outputs), run.mask
         is_padding = None if mask is None or mask.ndim != 2 else mask[:, -hidden.shape[1] :] == 0
         self.context = Context(hidden, is_padding)
         return outputs
@@ -231,18 +225,15 @@ class Context:
 
 def _check_cache(run: Run, cache: Any) -> None:
     """Raise ``ValueError`` for a cache that candidates cannot be tried on."""
-    name = type(run.model).__name__
     if not isinstance(cache, Cache):
         raise ValueError(
-            f"Contrastive search (`penalty_alpha`={run.config.penalty_alpha}) forwards several "
-            f"candidates from one cache, and {name} has none of the usual kind "
-            f"({type(cache).__name__}). Leave `penalty_alpha` out."
+            f"Contrastive search (`penalty_alpha`={run.config.penalty_alpha}) needs a cache of the usual kind, "
+            f"but {type(run.model).__name__} has a {type(cache).__name__}. Leave `penalty_alpha` out."
         )
     if (length := int(cache.get_seq_length())) > 0:
         raise ValueError(
             f"Contrastive search compares with the hidden states of the whole context, but "
-            f"`past_key_values` holds {length} tokens without theirs. Pass the prompt without a "
-            "cache."
+            f"`past_key_values` holds {length} tokens without theirs. Pass the prompt without a cache."
         )
 
 

@@ -125,7 +125,7 @@ class NBestBeam(Beam):
 class GroupBeam(NBestBeam):
     """Diverse beam search (Vijayakumar et al. 2016): a search per group; the best of all groups are returned.
 
-    Within a step the groups of ``size`` beams choose one after the other, and a token costs
+    Within a step the groups of ``beams`` beams choose one after the other, and a token costs
     ``diversity_penalty`` for each beam of an earlier group that has just chosen it. One forward serves
     all groups. Rows are ordered by prompt, group and beam.
     """
@@ -152,7 +152,7 @@ class GroupBeam(NBestBeam):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.groups, self.size = int(run.config.num_beam_groups), self.beams
+        self.groups = int(run.config.num_beam_groups)
         # The penalty keeps its place among the processors: what comes before it sees all rows once
         # per step, what comes after it sees them once per group, of which each reads its own.
         functions = list(run.processors)
@@ -160,10 +160,6 @@ class GroupBeam(NBestBeam):
         place = 0 if self.penalty is None else functions.index(self.penalty)
         self.before = LogitsProcessorList(functions[:place])
         self.after = LogitsProcessorList(functions[place:])
-
-    @staticmethod
-    def beams_of(config: GenerationConfig) -> int:
-        return int(config.num_beams) // int(config.num_beam_groups)
 
     def propose(self, run: Run, log_probs: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
         log_probs = self.before(run.ids, log_probs)
@@ -173,11 +169,10 @@ class GroupBeam(NBestBeam):
         tokens = run.ids.new_zeros(self.batch // self.groups, 0)  # chosen by the groups so far
         proposals = []
         for group in range(self.groups):
-            searches = slice(group, None, self.groups)
-            processed = log_probs
+            searches, penalised = slice(group, None, self.groups), log_probs
             if self.penalty is not None:
-                processed = self.penalty.penalised(tokens, log_probs)
-            processed = self.of_group(self.after(run.ids, processed), group)
+                penalised = self.penalty.penalised(tokens, log_probs)
+            processed = self.of_group(self.after(run.ids, penalised), group)
             self.of_group(scores, group).copy_(processed)
             candidates = self.candidates(run, processed, searches)
             proposals.append(candidates)
@@ -189,8 +184,8 @@ class GroupBeam(NBestBeam):
         return Hypotheses(*(torch.stack(field, dim=1).flatten(0, 1) for field in fields)), scores
 
     def of_group(self, tensor: torch.Tensor, group: int) -> torch.Tensor:
-        """The part of ``tensor (rows, vocab)`` that is a group's: ``(prompts, size, vocab)``."""
-        return tensor.unflatten(0, (-1, self.groups, self.size))[:, group]
+        """The part of ``tensor (rows, vocab)`` that is a group's: ``(prompts, beams, vocab)``."""
+        return tensor.unflatten(0, (-1, self.groups, self.beams))[:, group]
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         per_prompt = [f.unflatten(0, (-1, self.groups)).flatten(1, 2) for f in self.finished.fields]
