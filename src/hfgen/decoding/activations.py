@@ -72,8 +72,7 @@ def of_call(model: Any, call: Call) -> Record | None:
     if record.folder is None and n_bytes > record.max_bytes:
         raise ValueError(
             f"`record`: {len(names)} modules of {n_rows} rows of up to {config.max_length} tokens take about "
-            f"{n_bytes:,} bytes, more than `max_bytes`={record.max_bytes:,}. Record fewer, or give "
-            "hfgen.Record a folder."
+            f"{n_bytes:,} bytes, `max_bytes`={record.max_bytes:,}. Record fewer, or give hfgen.Record a folder."
         )
     return record
 

@@ -113,7 +113,7 @@ class CardWriter(Observer):
         ids, mask = kwargs.get("input_ids", call.request.inputs), kwargs.get("attention_mask")
         pairs = {"input_ids": ids, "attention_mask": mask}.items()
         inputs = {name: value.tolist() for name, value in pairs if isinstance(value, Tensor)}
-        prompt = {"digest": digest_of_inputs(inputs)}
+        prompt: dict[str, Any] = {"digest": digest_of_inputs(inputs)}
         prompt |= inputs if run.config.output_card == "prompt" else {}
         parameters = [parameters_of(config, defaults) for config in call.configs]
         self.sections = {"parameters": parameters, "beside": beside(run), "prompt": prompt}

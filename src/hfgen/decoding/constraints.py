@@ -127,15 +127,13 @@ class DisjunctiveConstraint(_Words):
         words = nested_token_ids
         if not _are_words(words):
             raise ValueError(
-                "`nested_token_ids` has to be a non-empty list of non-empty lists of token ids, but "
-                f"is {words!r}."
+                f"`nested_token_ids` has to be a non-empty list of words, lists of token ids; it is {words!r}."
             )
         self.token_ids = words
         super().__init__(words)
         if any(longer[: len(word)] == word for word, longer in permutations(words, 2)):
             raise ValueError(
-                f"A word of `nested_token_ids` begins another, or is there twice: {words!r}. Leave "
-                "out the longer one, which the shorter one already meets."
+                f"A word of `nested_token_ids` begins another, or is there twice: {words!r}. Drop the longer one."
             )
 
     def advance(self) -> list[int] | None:

@@ -36,7 +36,7 @@ class Mode:
 
     kind: GenerationMode
     hook: str
-    #: ``check_config(model, config)``, if it has one, raises for what it cannot decode with.
+    #: ``refusals(model, config)``, if it has that, yields why it cannot decode with these.
     strategy: type
     #: Makes the strategy of a run and the arguments of the mode; by default of the run alone.
     make: Callable[[Run, dict[str, Any]], Strategy] | None = None
@@ -69,7 +69,7 @@ def _assisted(run: Run, arguments: dict[str, Any]) -> Strategy:
     if is_zero(run.config.max_new_tokens):  # nothing to draft: the prompt as it is
         return Sample(run)
     names = ("assistant_model", "tokenizer", "assistant_tokenizer", "inputs_tensor")
-    return Assisted(Setup(run, *map(arguments.get, names), has_streamer=run.streamer is not None))
+    return Assisted(Setup(run, *(arguments.get(name) for name in names)))
 
 
 #: The parts of transformers' beam search that are methods, which hfgen's does not call.
@@ -156,14 +156,15 @@ def validate_generation_mode(
     mode = MODES[generation_mode]
     if "streamer" in generation_mode_kwargs and not getattr(mode.strategy, "streams", True):
         raise ValueError(
-            f"`streamer` cannot follow {mode.name}, whose tokens are not final before the end of the call. "
-            "Drop the streamer, or decode in another mode."
+            f"`streamer` cannot follow {mode.name}, whose tokens are not final before the end of the call."
         )
-    if hasattr(mode.strategy, "check_config"):
-        mode.strategy.check_config(self, generation_config)
-    is_drafting = generation_mode == GenerationMode.ASSISTED_GENERATION
-    if is_drafting or generation_mode_kwargs.get("assistant_model") is not None:
-        checks.check_drafting(self, generation_mode, generation_config, generation_mode_kwargs)
+    if hasattr(mode.strategy, "refusals"):
+        for reason in mode.strategy.refusals(self, generation_config):
+            raise ValueError(reason)
+    if mode.strategy is Assisted or generation_mode_kwargs.get("assistant_model") is not None:
+        drafting = generation_mode, generation_config, generation_mode_kwargs
+        for reason in checks.refusals(self, *drafting):
+            raise ValueError(reason)
 
 
 def check_call(call: Call) -> None:
@@ -187,12 +188,10 @@ def check_call(call: Call) -> None:
         dropping = (mode for mode in _ROWS if getattr(mode.strategy, "drops_rows", False))
         names = ", ".join(mode.name for mode in dropping)
         raise ValueError(
-            f"`drop_finished=True` works with {names}, and with strategies that declare "
-            f"`drops_rows`, but the arguments ask for {call.who}. Leave it out."
+            f"`drop_finished=True` works with {names} and strategies that declare `drops_rows`, not {call.who}."
         )
     if not cache_kind(config.cache_implementation).loses_rows:
         raise ValueError(
-            "`drop_finished=True` takes rows out of the cache, and "
-            f"`cache_implementation={config.cache_implementation!r}` has a fixed number of them, or "
-            "does not declare `loses_rows`. Use only one of them."
+            "`drop_finished=True` takes rows out of the cache, and does not go with one that does not declare "
+            f"`loses_rows`: `cache_implementation={config.cache_implementation!r}`."
         )

@@ -169,8 +169,7 @@ def expected_utilities(samples: Sequence[Hashable], utility: Utility) -> list[fl
                 value = float(utility(hypothesis, reference))
                 if math.isnan(value):
                     raise ValueError(
-                        f"`utility` returned NaN for the hypothesis {hypothesis!r} and the reference "
-                        f"{reference!r}; samples cannot be ranked by it."
+                        f"`utility` returned NaN for the hypothesis {hypothesis!r} and the reference {reference!r}."
                     )
                 total += weight * value
         expected[hypothesis] = total / (len(samples) - 1)
@@ -192,15 +191,13 @@ class _MinimumBayesRisk(Recipe):
             )
         if not config.do_sample or config.num_beams > 1 or samples < 2:
             raise ValueError(
-                "minimum_bayes_risk() needs `do_sample=True` (with a `temperature` above 0), "
-                "`num_beams=1` and `num_return_sequences` of 2 or more, but got "
-                f"`do_sample`={config.do_sample}, `num_beams`={config.num_beams}, "
-                f"`num_return_sequences`={samples}."
+                "minimum_bayes_risk() needs `do_sample=True` (with a `temperature` above 0), `num_beams=1` "
+                "and `num_return_sequences` of 2 or more, but got `do_sample`="
+                f"{config.do_sample}, `num_beams`={config.num_beams}, `num_return_sequences`={samples}."
             )
         if n_best > samples:
             raise ValueError(
-                f"`n_best` (={n_best}) of minimum_bayes_risk() has to be at most "
-                f"`num_return_sequences` (={samples})."
+                f"`n_best` (={n_best}) of minimum_bayes_risk() has to be at most `num_return_sequences`={samples}."
             )
         if not self.options["on_tokens"]:
             name = getattr(self.options["utility"], "__name__", self.options["utility"])

@@ -177,8 +177,7 @@ class Assistant(Drafter):
         cache = run.model_kwargs.get("past_key_values")
         if cache is None:
             raise ValueError(
-                f"`assistant_model` ({type(model).__name__}) decodes without a cache, so what it "
-                "drafts cannot be taken back."
+                f"`assistant_model` ({type(model).__name__}) has no cache to take drafted tokens back from."
             )
         record_past(cache)
         self.executor = execution.Executor(run, may_record=True)

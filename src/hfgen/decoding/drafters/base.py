@@ -205,7 +205,6 @@ class Setup:
     assistant_tokenizer: Any = None
     #: The encoder's input ``(batch, …)``, for assistants that have an encoder of their own.
     encoder_input: torch.Tensor | None = None
-    has_streamer: bool = False
     max_length: int = field(init=False)  # tokens that a row may have in the end, prompt included
     is_streamed_row: bool = field(init=False)  # a streamer gets chunks: draft lengths show
     is_drawn: bool = field(init=False)  # whether tokens are drawn from torch's generator
@@ -216,7 +215,7 @@ class Setup:
     def __post_init__(self) -> None:
         run, config, is_one = self.run, self.run.config, len(self.run.ids) == 1
         self.max_length = int(run.criteria.max_length or config.max_length)
-        self.is_streamed_row = self.has_streamer and is_one
+        self.is_streamed_row = run.streamer is not None and is_one
         self.is_drawn = bool(config.do_sample) and run.row_choice is None
         self.needs_logits = self.is_drawn or config.assistant_ensemble_weight is not None
         self.is_exact = self.needs_logits and is_one

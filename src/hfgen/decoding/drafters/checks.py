@@ -1,7 +1,8 @@
-"""The checks of assisted decoding: models, assistants, and drafters."""
+"""The checks of assisted decoding: models, assistants, and drafters. The first reason is raised as a ``ValueError``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -34,98 +35,70 @@ def has_foreign_generator(config: GenerationConfig, assistant: Any) -> bool:
     return _uses_heads(config) or is_dflash or is_gemma
 
 
-def check_drafting(
+def refusals(
     model: Any, mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]
-) -> None:
-    """Raise ``ValueError`` or ``TypeError`` for what cannot draft, or be drafted for."""
+) -> Iterator[str]:
+    """Why something cannot draft, or be drafted for. Raises ``TypeError`` for what is no model."""
     assistant = mode_kwargs.get("assistant_model")
     is_drafter = hasattr(assistant, "draft") or hasattr(assistant, "get_candidates")
     if mode == GenerationMode.ASSISTED_GENERATION:
-        _check_fields(model, config, assistant)
-        if _uses_heads(config):
-            name = type(model).__name__
-            if not getattr(model.config.get_text_config(), "num_mtp_layers", None):
-                raise ValueError(
-                    f"`use_mtp=True` drafts with layers that predict further tokens, but {name} has none: "
-                    "its config has no `num_mtp_layers`. Leave it out."
-                )
-            if not model.config.name_or_path:
-                raise ValueError(
-                    "`use_mtp=True` loads the layers that draft from the model's checkpoint, but this "
-                    f"{name} was not loaded from one."
-                )
-        elif assistant is not None and not is_drafter:
-            _check_kind(model, config, assistant)
-    if assistant is not None and not is_drafter and config.speculation_type != "dflash":
-        _check_assistant(model, assistant, mode_kwargs)
+        yield from _of_fields(model, config, assistant)
+        if not (assistant is None or is_drafter or _uses_heads(config)):
+            yield from _of_kind(model, config, assistant)
+    if not (assistant is None or is_drafter or config.speculation_type == "dflash"):
+        yield from _of_vocabularies(model, assistant, mode_kwargs)
         if {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
             vocabularies.check_translation(model, assistant, config, mode_kwargs)
 
 
-def _check_fields(model: Any, config: GenerationConfig, assistant: Any) -> None:
+def _of_fields(model: Any, config: GenerationConfig, assistant: Any) -> Iterator[str]:
     schedule_named(config.num_assistant_tokens_schedule, default="constant")
     fields = ("prompt_lookup_num_tokens", "assistant_early_exit")
     names = [f"`{name}`" for name in fields if getattr(config, name) is not None]
     names += [] if assistant is None else ["`assistant_model`"]
     if len(names) > 1:
-        raise ValueError(
-            f"{' and '.join(names)} are given, but only one of them can draft. Leave the others out."
-        )
+        yield f"{' and '.join(names)} are given, but only one of them can draft. Leave the others out."
     if config.use_cache is False:
-        raise ValueError(
-            "Assisted generation keeps what is verified in a cache: leave out `use_cache=False`."
-        )
+        yield "Assisted generation keeps what is verified in a cache: leave out `use_cache=False`."
     if config.assistant_ensemble_weight is not None and config.prompt_lookup_num_tokens is not None:
-        raise ValueError(
+        yield (
             f"`assistant_ensemble_weight` (={config.assistant_ensemble_weight}) mixes the scores of "
             "two models, and prompt lookup (`prompt_lookup_num_tokens`) has none. Leave one out."
         )
     if model._is_stateful:
-        raise ValueError(
-            f"{type(model).__name__} keeps a state that cannot be rolled back, so candidate "
-            "tokens cannot be rejected: assisted generation does not work with it."
-        )
+        yield f"{type(model).__name__} keeps a state that cannot be rolled back to reject drafted tokens."
     if (n := config.assistant_early_exit) is not None:
         n_all = decoder_layers(model)[0].config.num_hidden_layers
         if not (is_integer(n) and 1 <= n <= n_all):
-            raise ValueError(
-                f"`assistant_early_exit` has to be a layer of the model, 1 to {n_all}, but is {n}."
-            )
+            yield f"`assistant_early_exit` has to be a layer of the model, 1 to {n_all}, but is {n}."
+    if _uses_heads(config) and not getattr(model.config.get_text_config(), "num_mtp_layers", None):
+        yield f"`use_mtp=True` drafts with further layers, but {type(model).__name__} has no `num_mtp_layers`."
+    if _uses_heads(config) and not model.config.name_or_path:
+        yield f"`use_mtp=True` loads layers from the checkpoint; {type(model).__name__} was not loaded from one."
 
 
-def _check_kind(model: Any, config: GenerationConfig, assistant: Any) -> None:
-    """Raise if the class of an assistant does not go with the model or the kind of speculation."""
+def _of_kind(model: Any, config: GenerationConfig, assistant: Any) -> Iterator[str]:
+    """Whether the class of an assistant goes with the model and the kind of speculation."""
     name, kind = type(model).__name__, type(assistant).__name__
     text = model.config.get_text_config()
     if kind.startswith(GEMMA_ASSISTANTS):
         if not name.startswith(GEMMA_TARGETS):
-            raise ValueError(
-                f"`assistant_model` is a {kind}, which attends to the keys and values of a Gemma 4 "
-                f"model: it cannot draft for {name}."
-            )
+            yield f"`assistant_model` is a {kind}, which reads the cache of a Gemma 4 model: it cannot draft for {name}."
         expected = getattr(assistant.config, "backbone_hidden_size", text.hidden_size)
         if text.hidden_size != expected:
-            raise ValueError(
-                f"`assistant_model` ({kind}) was made for hidden states of size {expected}, and those "
-                f"of {name} have {text.hidden_size}."
-            )
+            yield f"`assistant_model` ({kind}) reads hidden states of size {expected}; {name} has {text.hidden_size}."
     elif config.speculation_type == "dflash":
         own: Any = getattr(assistant, "config", None)
         if missing := [field for field in BLOCK_FIELDS if getattr(own, field, None) is None]:
-            raise ValueError(
+            yield (
                 "`speculation_type='dflash'` takes an `assistant_model` that denoises blocks of "
                 f"tokens; {kind} does not: its config has no {', '.join(missing)}."
             )
         if any(not 0 <= layer < text.num_hidden_layers for layer in own.target_layer_ids):
-            raise ValueError(
-                f"`assistant_model` ({kind}) reads the layers {own.target_layer_ids}, and {name} has "
-                f"0 to {text.num_hidden_layers - 1}."
-            )
+            last = text.num_hidden_layers - 1
+            yield f"`assistant_model` ({kind}) reads the layers {own.target_layer_ids}; {name} has 0 to {last}."
         if own.hidden_size != text.hidden_size:
-            raise ValueError(
-                f"`assistant_model` ({kind}) has hidden states of size {own.hidden_size}, and {name} "
-                f"of {text.hidden_size}; they have to be the same."
-            )
+            yield f"`assistant_model` ({kind}) reads hidden states of size {own.hidden_size}; {name} has {text.hidden_size}."
     elif isinstance(assistant, nn.Module) and not hasattr(assistant, "generate"):
         raise TypeError(
             f"`assistant_model` has to be a model that generates, but {kind} does not. If it denoises "
@@ -133,29 +106,23 @@ def _check_kind(model: Any, config: GenerationConfig, assistant: Any) -> None:
         )
 
 
-def _check_assistant(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) -> None:
+def _of_vocabularies(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) -> Iterator[str]:
     if assistant._is_stateful:
-        raise ValueError(
-            f"`assistant_model` ({type(assistant).__name__}) keeps a state that cannot be rolled back "
-            "to what was accepted. Choose one with attention layers."
-        )
+        yield f"`assistant_model` ({type(assistant).__name__}) keeps a state that cannot be rolled back."
     if model.config.is_encoder_decoder and not assistant.config.is_encoder_decoder:
         for name in ("encoder_attention_heads", "encoder_ffn_dim", "encoder_layers"):
             size = getattr(model.config, name, None)
             if getattr(assistant.config, name, size) != size:
-                raise ValueError(
+                yield (
                     f"`assistant_model` is decoder-only and its config's `{name}` differs from the "
                     "model's, so it cannot read the model's encoder. Load it as an encoder-decoder."
                 )
     size = model.config.get_text_config().vocab_size
     assistants = assistant.config.get_text_config().vocab_size
     if size == assistants and "assistant_tokenizer" in mode_kwargs:
-        raise ValueError(
-            f"`assistant_tokenizer` is for assistants with another vocabulary; both have {size} "
-            "tokens here. Leave it out."
-        )
+        yield f"`assistant_tokenizer` is for assistants with another vocabulary; both have {size} tokens."
     if size != assistants and not {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
-        raise ValueError(
+        yield (
             f"The model has {size} tokens and `assistant_model` {assistants}: pass both `tokenizer` "
             "and `assistant_tokenizer`, to translate between them."
         )

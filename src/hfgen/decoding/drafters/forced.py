@@ -7,16 +7,8 @@ from typing import Any
 
 from ...logits.grammar.follower import Follower
 from ...logits.grammar.processor import GrammarProcessor
-from .base import (
-    Acceptance,
-    Draft,
-    DraftContext,
-    Drafter,
-    check,
-    draft_of_rows,
-    drafted_tokens,
-    name_of,
-)
+from . import base
+from .base import Acceptance, Draft, DraftContext, Drafter
 from .schedule import Schedule
 
 LONGEST = 64  # the largest number of forced tokens that one forward verifies
@@ -57,16 +49,16 @@ class UnderGrammar(Drafter):
         logits, draft = None, None
         if self.has_asked:
             context = replace(context, needs_all=False)  # what is forced will do
-            draft = check(name_of(self.drafter), self.drafter.draft(context), context)
+            draft = base.check(base.name_of(self.drafter), self.drafter.draft(context), context)
         if draft is not None:
             # A token that is not drawn from scores has none, and then no row has.
             logits = None if any(rows) else draft.logits
-            drafted = drafted_tokens(draft.tokens, context)
+            drafted = base.drafted_tokens(draft.tokens, context)
             for row, (grammar, new) in enumerate(zip(grammars, drafted, strict=True)):
                 if not rows[row]:
                     is_open = self.follower.is_open(grammar)
                     rows[row] = new[: self.follower.n_allowed(grammar, new) if is_open else None]
-        return draft_of_rows(rows, context, logits)
+        return base.draft_of_rows(rows, context, logits)
 
     def observe(self, verdict: Acceptance) -> None:
         if self.has_asked:

@@ -36,28 +36,25 @@ class UniversalDrafter(Assistant):
         self.own = Spelling(setup.assistant_tokenizer, n_scores(self.model))
         self.encoder_mask: torch.Tensor | None = None
         self.translate_encoder_input()
-        config = self.model.generation_config
+        config, model_config = self.model.generation_config, self.model.config
         windows = (config.target_lookbehind or 10, config.assistant_lookbehind or 10)
+        starts: list[int] | None = None  # the ids that the assistant's begin with
+        if model_config.is_encoder_decoder:
+            configs = (config, model_config)
+            ids = (getattr(each, "decoder_start_token_id", None) for each in configs)
+            starts = [start for start in ids if start is not None][:1]
         self.rows: list[Row] = []
         for tokens in prompts_of(setup.run):
-            opening = self.opening(self.target.text(tokens))
+            opening = self.own.opening(self.target.text(tokens)) if starts is None else starts
             self.rows.append(Row(self.target, self.own, *windows, opening=opening))
             self.rows[-1].read(tokens)
         self.n_read = [setup.run.ids.shape[1]] * len(self.rows)
-        text_config = self.model.config.get_text_config()
-        self.positions: float = getattr(text_config, "max_position_embeddings", None) or math.inf
+        positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        self.positions: float = positions or math.inf
         #: Pads of each row, and its columns in the cache: -1 where that is unknown.
         self.pads = [0] * len(self.rows)
         self.fed: list[list[int]] = [[] for _ in self.rows]
         self.n_kept = 0  # columns of the cache that still hold
-
-    def opening(self, text: str) -> list[int]:
-        """The ids that the assistant's begin with, before ``text``."""
-        if not self.model.config.is_encoder_decoder:
-            return self.own.opening(text)
-        configs = self.model.generation_config, self.model.config
-        starts = (config.decoder_start_token_id for config in configs)
-        return [start for start in starts if start is not None][:1]
 
     def draft(self, context: DraftContext) -> Draft | None:
         if all(context.is_done):

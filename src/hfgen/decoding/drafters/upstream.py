@@ -1,9 +1,8 @@
-"""Drafts for one row by transformers' own candidate generators, for the kinds that its models define.
+"""Drafts for one row by transformers' own candidate generators, asked what and when upstream's loop asks them.
 
 Those are: heads that predict several tokens (``use_mtp=True``); assistants that denoise a block of
 tokens (``speculation_type="dflash"``); Gemma's assistants, which attend to the target's keys; and any
-``CandidateGenerator`` passed as ``assistant_model`` or returned by ``_get_candidate_generator``. The
-generator is asked what, and when, upstream's loop would ask it.
+``CandidateGenerator`` passed as ``assistant_model`` or returned by ``_get_candidate_generator``.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class FromGenerator(Drafter):
                 f"was given and drafted ones after them, (1, {length} or more), but returned {shape}."
             )
         tokens = candidates[:, length:][:, : context.n_tokens].to(context.ids)
-        if (n := tokens.shape[1]) == 0:
-            return None
+        n = tokens.shape[1]
         is_used = logits is not None and self.setup.needs_logits
         return Draft(tokens, logits[:, :n].to(context.ids.device) if is_used else None, (n,))
 
@@ -107,8 +105,7 @@ def _check_prompt(run: Run, kind: str) -> None:
         )
     if cache is not None and (n_cached := cache.get_seq_length()) > 0:
         raise ValueError(
-            f"{kind} reads the hidden states of the whole prompt, and `past_key_values` holds "
-            f"{n_cached} tokens already. Leave it out."
+            f"{kind} reads hidden states of the whole prompt, but `past_key_values` holds {n_cached} tokens."
         )
 
 

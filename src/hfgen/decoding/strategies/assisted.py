@@ -38,23 +38,14 @@ from transformers.utils import ModelOutput
 
 from ... import families
 from ...memory.caches import layers
-from ...memory.caches.layers import roll_back
 from ...running import Executor, prefill, prompts, ranks
 from ...running.row_states import has_own_hooks
 from ...state.call import Call
 from ...state.run import Run, Speculation, Step
 from .. import outputs
+from ..drafters import base as drafting
 from ..drafters import make_drafter, make_schedule
-from ..drafters.base import (
-    Acceptance,
-    Draft,
-    DraftContext,
-    Setup,
-    check,
-    check_logits,
-    n_filled,
-    name_of,
-)
+from ..drafters.base import Acceptance, Draft, DraftContext, Setup
 from ..drafters.checks import has_foreign_generator
 from ..drafters.forced import UnderGrammar, under_grammar
 from ..drafters.lookup import PromptLookup
@@ -202,8 +193,8 @@ class Assisted:
         known = tuple(start + n if ended else known for known, ended in pairs)
         facts = tuple(rows.has_ended), start, n, rows.host_tokens, self.schedule.needs_all
         context = DraftContext(rows.tokens, known, *facts)
-        name = name_of(self.drafter)
-        self.draft = check(name, self.drafter.draft(context), context)
+        name = drafting.name_of(self.drafter)
+        self.draft = drafting.check(name, self.drafter.draft(context), context)
         if self.draft is None:
             return [0] * len(rows.known)
         tokens, lengths = self.draft.tokens, self.draft.lengths
@@ -212,7 +203,7 @@ class Assisted:
             tokens, lengths = tokens.masked_fill(is_media, -1), None
             self.draft = replace(self.draft, tokens=tokens)
         if lengths is None or tokens.is_cpu:  # reading is asked for, or free
-            filled = n_filled(name, tokens, context, self.vocab)
+            filled = drafting.n_filled(name, tokens, context, self.vocab)
             # What a drafter says holds on all devices alike: draws depend on it.
             lengths = filled if lengths is None else lengths
         return lengths
@@ -226,7 +217,7 @@ class Assisted:
         logits = model_outputs.logits[:, -width:]
         logits = logits.to(copy=is_copied, dtype=torch.float32, device=run.ids.device)
         if self.draft is not None:
-            check_logits(name_of(self.drafter), self.draft, logits.shape[-1])
+            drafting.check_logits(drafting.name_of(self.drafter), self.draft, logits.shape[-1])
         before, had_ended = [*rows.known], [*rows.has_ended]
         if self.plain is not None:
             verified = self.plain.verify(run, rows, logits)
@@ -239,7 +230,7 @@ class Assisted:
         lengths = [k for row, (k, had) in pairs if not had and is_lost(row, n_rows) is None]
         n_advanced = max(min(min(lengths or [max(rows.known)]) - start, width), 1)
         if n_advanced < width or not self.keeps_all_tokens:
-            roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
+            layers.roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
         self.observe(before, start + n_advanced, n_advanced)
         commit(run, model_outputs, num_new_tokens=n_advanced)
         run.ids = rows.tokens[:, : start + n_advanced]

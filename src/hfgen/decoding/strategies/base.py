@@ -137,8 +137,7 @@ class InvalidScores:
     def steps(self) -> list[int]:
         """``since`` on the host; empty if no row is invalid. Raises ``InvalidScoresError`` if all are."""
         steps = [] if self.since is None else self.since.tolist()
-        if steps and min(steps) >= 0:
-            first = min(steps)
+        if steps and (first := min(steps)) >= 0:
             raise InvalidScoresError([i for i, step in enumerate(steps) if step == first], first)
         return steps if any(step >= 0 for step in steps) else []
 

@@ -6,6 +6,7 @@ sees them, ``n_candidates`` candidates per prompt and step, ``length`` tokens so
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -35,21 +36,18 @@ class Beam(NextToken):
     drops_rows = joins = may_record = takes_rows = checks_late = True
 
     @classmethod
-    def check_config(cls, model: Any, config: GenerationConfig) -> None:
-        """Raise ``ValueError`` for a model or fields that cannot be searched with."""
+    def refusals(cls, model: Any, config: GenerationConfig) -> Iterator[str]:
+        """Why a model or fields cannot be searched with."""
         if config.low_memory and not (config.num_beam_groups or 1) > 1:
-            raise ValueError(
-                "`low_memory=True` is no longer supported with beam search. Leave it out; "
-                "`cache_implementation='offloaded'` saves memory."
-            )
+            yield "`low_memory=True` is no longer supported with beam search; `cache_implementation='offloaded'` is."
         length = config.max_length if config.max_new_tokens is None else config.max_new_tokens
         try:
             float(max(length, 1)) ** float(config.length_penalty)
         except OverflowError:
-            raise ValueError(
+            yield (
                 f"`length_penalty` is the power of the length (`max_new_tokens`) that scores are divided by: "
                 f"{length} to the power of {config.length_penalty} is too large for a float."
-            ) from None
+            )
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -61,7 +59,7 @@ class Beam(NextToken):
         functions = (*run.processors, *run.criteria)
         #: The functions that remember rows.
         self.stateful_functions = [f for f in functions if hasattr(f, "reorder")]
-        device, eos = run.ids.device, config._eos_token_tensor
+        device, eos, pad = run.ids.device, config._eos_token_tensor, config._pad_token_tensor
         differ = run.rows is not None and run.rows.differ_in("_eos_token_tensor", "stop_token_ids")
         # Enough beams are left even if all ending tokens are among the candidates.
         factors = [max(2, 1 + n_ending_tokens(c)) for c in (run.configs if differ else [config])]
@@ -71,7 +69,6 @@ class Beam(NextToken):
         # Only the best may end; the others are there to go on with.
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
-        pad = config._pad_token_tensor
         #: The token behind the end of a sequence. Without an EOS, only the caller's criteria end one early.
         self.fill = -1 if eos is None else int(eos[0] if pad is None else pad)
         shape = (self.batch, self.beams)

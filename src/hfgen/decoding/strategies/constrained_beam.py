@@ -11,7 +11,7 @@ constraints may be left at the end. So a guard lets enough go on that can still 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
@@ -105,28 +105,19 @@ class ConstrainedBeam(NBestBeam):
     joins = checks_late = may_record = True
 
     @classmethod
-    def check_config(cls, model: Any, config: GenerationConfig) -> None:
-        super().check_config(model, config)
+    def refusals(cls, model: Any, config: GenerationConfig) -> Iterator[str]:
+        yield from super().refusals(model, config)
         name = "constraints" if config.force_words_ids is None else "force_words_ids"
         if config.do_sample:
-            raise ValueError(
-                f"`{name}` asks for constrained beam search, which does not sample: set `do_sample=False`."
-            )
+            yield f"`{name}` asks for constrained beam search, which does not sample: set `do_sample=False`."
         if (config.num_beam_groups or 1) != 1:
-            raise ValueError(
-                f"`{name}` and `num_beam_groups` (={config.num_beam_groups}) do not go together."
-            )
+            yield f"`{name}` and `num_beam_groups` (={config.num_beam_groups}) do not go together."
         if (config.num_beams or 1) < 2:
-            raise ValueError(
-                f"`{name}` needs beams to search with: `num_beams` has to be at least 2, not {config.num_beams}."
-            )
+            yield f"`{name}` needs beams to search with: `num_beams` has to be at least 2, not {config.num_beams}."
         size = n_scores(model)
         for constraint in constraints.of_config(config):
             if outside := [token for token in constraints.tokens_of(constraint) if token >= size]:
-                raise ValueError(
-                    f"`{name}` asks for the token {outside[0]}, but the model's vocabulary has the "
-                    f"ids 0 to {size - 1}."
-                )
+                yield f"`{name}` asks for the token {outside[0]}, but the model's vocabulary has the ids 0 to {size - 1}."
         if config.max_new_tokens is not None:
             constraints.check_room(config, int(config.max_new_tokens))
 

@@ -17,15 +17,8 @@ from transformers.utils import ModelOutput
 
 from ... import families
 from ...memory.batch import Batch, map_outputs
+from ...memory.caches import layers
 from ...memory.caches.growing import GrowableTensor
-from ...memory.caches.layers import (
-    check_growth,
-    layers_of,
-    n_keys,
-    newest_column,
-    recording,
-    roll_back,
-)
 from ...state.run import Run, Step
 from .sample import Sample
 
@@ -46,24 +39,18 @@ class Contrastive(Sample):
     tokens_ahead = 1  # candidates for the last token are forwarded too
 
     @classmethod
-    def check_config(cls, model: Any, config: GenerationConfig) -> None:
+    def refusals(cls, model: Any, config: GenerationConfig) -> Iterator[str]:
         name = f"Contrastive search (`penalty_alpha`={config.penalty_alpha})"
         if not 0 < config.penalty_alpha <= 1:
-            raise ValueError(
-                f"`penalty_alpha` has to be between 0 and 1, but is {config.penalty_alpha!r}."
-            )
+            yield f"`penalty_alpha` has to be between 0 and 1, but is {config.penalty_alpha!r}."
         if config.dola_layers is not None:
-            raise ValueError(
-                f"{name} and `dola_layers`={config.dola_layers!r} each ask for a mode. Leave one out."
-            )
+            yield f"{name} and `dola_layers`={config.dola_layers!r} each ask for a mode. Leave one out."
         if model._is_stateful:
-            raise ValueError(
-                f"{name} takes tokens back, and {type(model).__name__} keeps a state that cannot be rolled back."
-            )
+            yield f"{name} takes tokens back, and {type(model).__name__} keeps a state that cannot be rolled back."
         if not config.use_cache:
-            raise ValueError(f"{name} needs a cache: leave out `use_cache=False`.")
+            yield f"{name} needs a cache: leave out `use_cache=False`."
         if config.prefill_chunk_size is not None:
-            raise ValueError(
+            yield (
                 f"{name} needs the hidden states of the whole prompt: leave out "
                 f"`prefill_chunk_size`={config.prefill_chunk_size}."
             )
@@ -96,9 +83,14 @@ class Contrastive(Sample):
     @contextmanager
     def decoding(self, run: Run) -> Iterator[None]:
         cache = run.model_kwargs[self.cache_name]
-        with super().decoding(run), recording(cache) if self.is_recording else nullcontext():
+        with super().decoding(run), layers.recording(cache) if self.is_recording else nullcontext():
             yield
-            self.leave_cache(run)
+            # Leave the cache as greedy decoding does: one row per sequence, all tokens but the last.
+            if self.returns_cache and self.chosen is not None:
+                layers.roll_back(cache := run.model_kwargs[self.cache_name], 1)
+                if self.n_expanded > 1:
+                    rows = torch.arange(len(run.ids), device=run.ids.device)
+                    cache.reorder_cache(rows * self.n_expanded)
 
     def forward(self, run: Run) -> ModelOutput:
         if run.finished:  # other devices still decode: forward as often as they do
@@ -159,7 +151,7 @@ class Contrastive(Sample):
             outputs = self.forward_candidates(run, torch.cat([run.ids, candidate], dim=1))
             newest = _last_hidden(run, outputs)[:, -1]
             hidden.append(newest.clone() if self.executor.overwrites else newest)
-            roll_back(cache, 1)
+            layers.roll_back(cache, 1)
         best = self.best(probabilities, torch.stack(hidden, dim=1))
         chosen = tokens.gather(1, best[:, None])
         self.chosen = self.executor.forward(run, torch.cat([run.ids, chosen], dim=1))
@@ -168,9 +160,9 @@ class Contrastive(Sample):
     def forward_candidates(self, run: Run, ids: torch.Tensor) -> ModelOutput:
         """Forward the last of ``ids (rows, length)``, which the cache has to keep until one is chosen."""
         cache = run.model_kwargs[self.cache_name]
-        before = n_keys(cache)
+        before = layers.n_keys(cache)
         outputs = self.executor.forward(run, ids)
-        check_growth(cache, before, 1, families.layers_of_images(run.model))
+        layers.check_growth(cache, before, 1, families.layers_of_images(run.model))
         return outputs
 
     def best(self, probabilities: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -185,17 +177,10 @@ class Contrastive(Sample):
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         self.has_looked = False
         if self.is_recording:
-            roll_back(run.model_kwargs[self.cache_name], 0)  # forget what no one takes back now
+            layers.roll_back(
+                run.model_kwargs[self.cache_name], 0
+            )  # forget what no one takes back now
         return super().step(run, model_outputs)
-
-    def leave_cache(self, run: Run) -> None:
-        """Leave the cache as greedy decoding does: one row per sequence, all tokens but the last."""
-        if self.returns_cache and self.chosen is not None:
-            cache = run.model_kwargs[self.cache_name]
-            roll_back(cache, 1)
-            if self.n_expanded > 1:
-                rows = torch.arange(run.ids.shape[0], device=run.ids.device)
-                cache.reorder_cache(rows * self.n_expanded)
 
 
 class Context:
@@ -239,8 +224,8 @@ def _check_cache(run: Run, cache: Any) -> None:
 
 def _last_hidden(run: Run, outputs: Any) -> torch.Tensor:
     """The hidden states ``(…, length, size)`` that the logits are made of."""
-    layers = outputs.get("decoder_hidden_states" if run.is_encoder_decoder else "hidden_states")
-    hidden: Any = layers[-1] if layers else None
+    states = outputs.get("decoder_hidden_states" if run.is_encoder_decoder else "hidden_states")
+    hidden: Any = states[-1] if states else None
     if hidden is None or hidden.ndim != 3:
         shape = "none" if hidden is None else f"some of shape {tuple(hidden.shape)}"
         raise ValueError(
@@ -256,8 +241,8 @@ def _copy_rows(cache: Any, rows: torch.Tensor) -> None:
     The rows of a sequence differ in their newest token only: its column is copied, or the whole
     layer where its place is not known.
     """
-    for layer in layers_of(cache):
-        if (newest := newest_column(layer)) is None:
+    for layer in layers.layers_of(cache):
+        if (newest := layers.newest_column(layer)) is None:
             layer.reorder_cache(rows)
             continue
         for states in (layer.keys, layer.values):  # (tried, heads, length, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,23 +30,17 @@ class Dola(Sample):
     checks_late = may_record = True
 
     @classmethod
-    def check_config(cls, model: Any, config: GenerationConfig) -> None:
+    def refusals(cls, model: Any, config: GenerationConfig) -> Iterator[str]:
         layers, name = config.dola_layers, type(model).__name__
         if model.config.is_encoder_decoder:
-            raise ValueError(
-                f"DoLa (`dola_layers`={layers!r}) decodes with decoder-only models, and {name} is an "
-                "encoder-decoder."
-            )
+            yield f"DoLa (`dola_layers`={layers!r}) is for decoder-only models; {name} is an encoder-decoder."
         if families.output_embeddings(model) is None:
-            raise ValueError(
-                f"DoLa (`dola_layers`={layers!r}) reads the layers with the model's output "
-                f"embeddings, and {name} has none."
-            )
+            yield f"DoLa (`dola_layers`={layers!r}) reads layers by output embeddings, and {name} has none."
         n_layers = model.config.get_text_config().num_hidden_layers
         is_list = isinstance(layers, list | tuple) and len(layers) > 0
         is_list = is_list and all(type(n) is int and 0 <= n < n_layers for n in layers)
         if not is_list and not (isinstance(layers, str) and layers in ("low", "high")):
-            raise ValueError(
+            yield (
                 f"`dola_layers` has to be 'low', 'high' or a list of layers from 0, the embeddings, "
                 f"to {n_layers - 1}, the last but one of {name}; it is {layers!r}."
             )

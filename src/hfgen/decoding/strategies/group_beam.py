@@ -9,6 +9,7 @@ A *search* is what fills one list: a prompt, or a group of its beams. ``batch`` 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -133,22 +134,15 @@ class GroupBeam(NBestBeam):
     joins = checks_late = may_record = True
 
     @classmethod
-    def check_config(cls, model: Any, config: GenerationConfig) -> None:
-        super().check_config(model, config)
+    def refusals(cls, model: Any, config: GenerationConfig) -> Iterator[str]:
+        yield from super().refusals(model, config)
         beams, groups, penalty = config.num_beams, config.num_beam_groups, config.diversity_penalty
         if config.do_sample:
-            raise ValueError(
-                f"`num_beam_groups`={groups} asks for diverse beam search, which does not sample. Set "
-                "`do_sample=False`, or leave the groups out."
-            )
+            yield f"`num_beam_groups`={groups} asks for diverse beam search, which does not sample: set `do_sample=False`."
         if beams % groups != 0:
-            raise ValueError(
-                f"`num_beam_groups` has to divide `num_beams`, but they are {groups} and {beams}."
-            )
+            yield f"`num_beam_groups` has to divide `num_beams`, but they are {groups} and {beams}."
         if penalty is None or not penalty > 0:
-            raise ValueError(
-                f"`diversity_penalty` has to be above 0 for `num_beam_groups`={groups}, but is {penalty}."
-            )
+            yield f"`diversity_penalty` has to be above 0 for `num_beam_groups`={groups}, but is {penalty}."
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
