@@ -1,6 +1,6 @@
 """The card of a call: what its tokens depended on, and digests of what came out. ``hfgen replay`` reads it.
 
-A card is plain data. It names no path, holds no code, and has no text or ids of a prompt unless that is asked for.
+A card is plain data: no path, no code, and no text or ids of a prompt unless that is asked for.
 """
 
 from __future__ import annotations

@@ -17,10 +17,7 @@ from ..settings.kinds import tokens_in
 
 
 class Constraint(ABC):
-    """Something that is met token by token; subclass it for a constraint of your own.
-
-    If each generated token is one of ``advance()``, it has to be met at some time.
-    """
+    """Something that is met at some time if each generated token is one of ``advance()``; subclass it for your own."""
 
     def __init__(self) -> None:
         self.test()
@@ -124,12 +121,11 @@ class DisjunctiveConstraint(_Words):
     """One of the words of ``nested_token_ids`` has to be generated; none may begin another."""
 
     def __init__(self, nested_token_ids: list[list[int]]) -> None:
-        words = nested_token_ids
+        self.token_ids = words = nested_token_ids
         if not _are_words(words):
             raise ValueError(
                 f"`nested_token_ids` has to be a non-empty list of words, lists of token ids; it is {words!r}."
             )
-        self.token_ids = words
         super().__init__(words)
         if any(longer[: len(word)] == word for word, longer in permutations(words, 2)):
             raise ValueError(
@@ -165,15 +161,13 @@ def check_can_be_met(constraint: Any) -> None:
     """Generate tokens of ``constraint.advance()``; raise ``ValueError`` if that does not meet it."""
     name, limit = type(constraint).__name__, 10_000
     for _ in range(limit):
-        tokens = wanted(constraint)
-        if not tokens:
+        if not (tokens := wanted(constraint)):
             raise ValueError(f"{name} is not met, but its advance() names no token.")
         if not constraint.does_advance(tokens[0]):
             raise ValueError(
                 f"{name}.advance() names the token {tokens[0]}, but does_advance() denies it."
             )
-        _, is_met, _ = constraint.update(tokens[0])
-        if is_met:
+        if constraint.update(tokens[0])[1]:  # met
             break
     else:
         raise ValueError(f"{name} is not met after {limit} tokens of its advance().")
@@ -194,10 +188,7 @@ def n_tokens(constraint: Any) -> int:
 
 
 def of_config(config: GenerationConfig) -> list[Any]:
-    """The constraints of a call, ``force_words_ids`` among them, as if nothing were generated.
-
-    Raises ``ValueError`` or ``TypeError`` for what cannot be a constraint.
-    """
+    """The constraints of a call, as if nothing were generated; ``ValueError`` or ``TypeError`` for what is none."""
     passed = [] if config.constraints is None else config.constraints
     if not isinstance(passed, list | tuple):
         raise TypeError(f"`constraints` has to be a list of constraints, but is {passed!r}.")

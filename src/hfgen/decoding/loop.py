@@ -82,23 +82,23 @@ def finish(run: Run, strategy: Strategy) -> GenerateOutput | torch.Tensor:
 
 def begin(run: Run) -> Recording:
     """Set the observers that the call asks for; return the first of them, the recording."""
-    recording = Recording(run)
+    recording, config, call = Recording(run), run.config, run.call
     run.observers = [recording]
-    if run.config.return_dict_in_generate:
+    if config.return_dict_in_generate:
         run.observers.append(Results(run))
         if run.asks_for("prompt_logprobs"):
             run.observers.append(PromptRecorder(run))
-        has_support = getattr(run.config, "logprobs_support", None)
+        has_support = getattr(config, "logprobs_support", None)
         if has_support or run.asks_for("logprobs", "logprob_token_ids"):
             run.observers.append(logprobs.Recorder(run))
-        if run.call is not None and run.call.record is not None:
-            run.observers.append(activations.Recorder(run, run.call.record))
-        if getattr(run.config, "output_card", None):
+        if call is not None and call.record is not None:
+            run.observers.append(activations.Recorder(run, call.record))
+        if getattr(config, "output_card", None):
             run.observers.append(CardWriter(run))  # behind the log-probabilities
     if run.streamer is not None:
         run.observers.append(Streaming(run.streamer))
-    if run.call is not None and run.call.prefix_session is not None:
-        run.observers.append(run.call.prefix_session)  # copies states: after the streamer
+    if call is not None and call.prefix_session is not None:
+        run.observers.append(call.prefix_session)  # copies states: after the streamer
     return recording
 
 
@@ -135,10 +135,7 @@ def unfinished(run: Run) -> bool:
 
 
 def commit(run: Run, outputs: ModelOutput, **num_new_tokens: int) -> None:
-    """Write a forward's cache, one more mask column and one more position to ``run.model_kwargs``.
-
-    Only strategies that draft pass ``num_new_tokens``: some models' hooks do not take it.
-    """
+    """Write a forward's cache, mask and positions to ``run.model_kwargs``; some hooks take no ``num_new_tokens``."""
     run.model_kwargs = run.model._update_model_kwargs_for_generation(
         outputs, run.model_kwargs, is_encoder_decoder=run.is_encoder_decoder, **num_new_tokens
     )
@@ -148,6 +145,6 @@ def has_unfinished_sequences(
     self: Any, this_peer_finished: bool, synced_gpus: bool, device: torch.device
 ) -> bool:
     """The hook behind ``unfinished``; with sync, the answer holds for all devices (``ranks.any_unfinished``)."""
-    if not synced_gpus:
-        return not this_peer_finished
-    return ranks.any_unfinished(self, this_peer_finished, device)
+    if synced_gpus:
+        return ranks.any_unfinished(self, this_peer_finished, device)
+    return not this_peer_finished

@@ -1,7 +1,4 @@
-"""``MODES``: the decoding modes, each with its hook and its strategy.
-
-What a mode can do is declared by its strategy (``run.Strategy``) and read here.
-"""
+"""``MODES``: the decoding modes, each with its hook and its strategy, which declares what it can do."""
 
 from __future__ import annotations
 
@@ -54,10 +51,7 @@ class Mode:
         return HOOKS[self.hook]
 
     def method_of(self, cls: type) -> Any:
-        """The function with which models of ``cls`` decode.
-
-        That is transformers' beam search for a class, or a patched mixin, with methods of its own for parts of it.
-        """
+        """The function with which ``cls`` decodes; transformers' beam search if parts of it are replaced."""
         method = getattr(cls, self.hook)
         is_own_beams = self.hook == "_beam_search" and method is self.decode
         if is_own_beams and any(is_replaced(name, cls) for name in PARTS_OF_BEAM_SEARCH):
@@ -168,10 +162,7 @@ def validate_generation_mode(
 
 
 def check_call(call: Call) -> None:
-    """Raise for what the strategy of the call has not declared that it can do.
-
-    ``check_call(config, arguments)`` of a caller's callable, if it has one, is asked as well.
-    """
+    """Raise for what the strategy of the call has not declared, and what ``check_call`` of a callable raises."""
     if (check := getattr(call.request.custom_generate, "check_call", None)) is not None:
         check(call.config, call.mode_kwargs)
     config = call.config

@@ -47,10 +47,7 @@ def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
 
 
 def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> dict[str, Any]:
-    """``observe`` where the last ``width`` positions were verified: an entry for each of ``n_tokens``.
-
-    The entries are those of plain decoding; the first has what was fed before, too.
-    """
+    """``observe`` where the last ``width`` positions were verified: ``n_tokens`` entries, those of plain decoding."""
     observed = observe(run, outputs)
     for name, (layers,) in observed.items():
         if not layers or layers[0] is None:  # the model has none

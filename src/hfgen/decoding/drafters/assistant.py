@@ -196,10 +196,7 @@ class Assistant(Drafter):
         self.eos = padded.repeat_interleave(len(run.ids) // len(all_eos), dim=0)
 
     def shared_processors(self, target: Run) -> list[Any]:
-        """The target's processors that the assistant decodes with too.
-
-        Those with a state, and the caller's own, only where draws or chunks have to be upstream's.
-        """
+        """The target's processors for the assistant: those with a state, or the caller's, only where drafts show."""
         shows = self.setup.is_exact or self.setup.is_streamed_row
         return for_drafts(p for p in target.processors if shows or is_row_wise(p))
 
@@ -298,8 +295,7 @@ class EarlyExit(Assistant):
 def first_layers(model: Any, n_layers: int) -> Any:
     """A view of ``model`` whose decoder has ``n_layers`` layers; the model itself is not touched.
 
-    The modules from the model down to the list of layers and their configs are copied, all else shared. Hooks
-    of no library that is known are left out.
+    Copied are the modules down to the list of layers, and their configs. Unknown hooks are left out.
     """
     if has_own_hooks(model):  # which would see drafts of a cache that is not the model's
         model = without_own_hooks(model)

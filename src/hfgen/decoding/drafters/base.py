@@ -153,10 +153,7 @@ def prompts_of(run: Run) -> list[list[int]]:
 def draft_of_rows(
     rows: Sequence[list[int]], context: DraftContext, logits: torch.Tensor | None = None
 ) -> Draft | None:
-    """The draft of ``rows``: tokens behind those that each row knows; ``None`` without any.
-
-    ``logits (rows, n, vocab)`` are for the positions from ``context.start`` on.
-    """
+    """The draft of ``rows``, tokens behind those that each row knows, and of ``logits`` from ``start`` on, if any."""
     if not any(rows):
         return None
     leads = [known - context.start for known in context.known]

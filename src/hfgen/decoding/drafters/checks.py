@@ -129,10 +129,7 @@ def _of_vocabularies(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) ->
 
 
 def decoder_layers(model: Any) -> tuple[Any, nn.Module, str]:
-    """The decoder, the module in it that has its list of layers, and the list's name there.
-
-    Raises ``ValueError`` if there is no list with as many layers as the decoder's config says.
-    """
+    """The decoder, the module in it that has its list of layers, and its name there; ``ValueError`` without one."""
     decoder = model
     with suppress(AttributeError, NotImplementedError):
         decoder = model.get_decoder() or model

@@ -15,10 +15,7 @@ LONGEST = 64  # the largest number of forced tokens that one forward verifies
 
 
 class ForcedTokens(Drafter):
-    """Drafts nothing but what a grammar forces, such as the keys of JSON: for ``assistant_model``.
-
-    The model may spell the forced text with other tokens; then they count, as with every draft.
-    """
+    """Drafts only what a grammar forces, as the keys of JSON; the model may spell it with other tokens."""
 
     def __init__(self) -> None:
         self.schedule = Schedule(LONGEST)

@@ -12,10 +12,7 @@ from .base import Draft, DraftContext, Drafter, draft_of_rows
 
 
 class PromptLookup(Drafter):
-    """Drafts the continuation of an earlier occurrence of the newest n-gram of each row.
-
-    The longest n-gram that occurred goes first, and of its occurrences the earliest. The host searches.
-    """
+    """Drafts what followed the newest n-gram of each row before: the longest n-gram first, its earliest place first."""
 
     def __init__(
         self,
@@ -24,10 +21,7 @@ class PromptLookup(Drafter):
         allowed: Callable[[torch.Tensor, torch.Tensor], int] | None = None,
         overshoots: bool = False,
     ) -> None:
-        """``eos (n_eos,)``: a draft ends before these. ``allowed``: see ``n_allowed``.
-
-        ``overshoots``: drafts may go beyond the call's maximum length, as upstream's do.
-        """
+        """An EOS of ``eos (n_eos,)`` ends a draft, and the maximum length unless it ``overshoots``; see ``n_allowed``."""
         self.overshoots, self.max_ngram, self.allowed = overshoots, max_ngram, allowed
         self.eos = "" if eos is None else as_text(eos.flatten().cpu())
 
@@ -44,10 +38,7 @@ class PromptLookup(Drafter):
         return draft_of_rows(rows, context)
 
     def _found(self, ids: torch.Tensor, device_ids: torch.Tensor, n: int) -> tuple[int, int]:
-        """Where in ``ids (known,)`` the next ``n`` tokens may be found, and how many of them.
-
-        ``device_ids``: the same ids on their device, for the processors.
-        """
+        """Where in ``ids (known,)`` the next ``n`` tokens are found, and how many; ``device_ids``: the same on their device."""
         text = as_text(ids) if n else ""
         for begin in continuations(text, self.max_ngram):
             drafted = text[begin : begin + n]
@@ -62,19 +53,13 @@ class PromptLookup(Drafter):
 
 
 def as_text(ids: torch.Tensor) -> str:
-    """One character for each of ``ids (n,)``, on the CPU: strings are searched fastest.
-
-    Ids that differ by a multiple of 2**20 look alike; no vocabulary has as many.
-    """
+    """One character for each of ``ids (n,)`` below 2**20, on the CPU: strings are searched fastest."""
     codes = (ids & 0xFFFFF).to(torch.int32).numpy()
     return codes.astype("<i4", copy=False).tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def continuations(text: str, max_ngram: int) -> Iterator[int]:
-    """Where ``text`` goes on after its last n-gram occurred: the longest first, then the earliest.
-
-    An occurrence may overlap with the n-gram itself.
-    """
+    """Where ``text`` goes on after its last n-gram occurred: the longest first, then the earliest; they may overlap."""
     last, size = len(text) - 1, 0
     # A longer n-gram occurs only where a shorter one does.
     while size < min(max_ngram, last) and text.find(text[last - size :], 0, last) >= 0:
@@ -88,10 +73,7 @@ def continuations(text: str, max_ngram: int) -> Iterator[int]:
 
 
 def n_allowed(processors: Any, vocab: int, ids: torch.Tensor, tokens: torch.Tensor) -> int:
-    """How many ``tokens (n,)`` after ``ids (1, length)`` the processors leave possible.
-
-    Counted as upstream does, whose draws depend on it, with a copy of the processors.
-    """
+    """How many ``tokens (n,)`` a copy of the processors leaves possible after ``ids (1, length)``, as upstream counts."""
     processors = copy.deepcopy(processors)
     for n_tokens, token in enumerate(tokens.tolist()):
         score = processors(ids, torch.ones(1, vocab, device=ids.device))[0, token]

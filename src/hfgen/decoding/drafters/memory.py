@@ -1,7 +1,7 @@
 """``SuffixMemory``: drafts what followed the newest tokens in any text that it has seen.
 
-As SuffixDecoding (arXiv 2411.04975), it votes among the places where the longest suffix of a row occurred.
-In place of a suffix tree there are chains through places that follow the same few tokens, as LZ77 coders have.
+As SuffixDecoding (arXiv 2411.04975), it votes among the places where the longest suffix of a row occurred; places
+that follow the same few tokens are a chain, as in LZ77 coders.
 """
 
 from __future__ import annotations

@@ -77,8 +77,7 @@ class Schedule:
 class Heuristic(Schedule):
     """Two more after a draft that was accepted as a whole, one less after any other.
 
-    Upstream's "heuristic", which writes the number to ``kept_in``, the assistant's config, for its next
-    call; and "heuristic_transient".
+    Upstream's "heuristic_transient"; "heuristic" writes the number to ``kept_in``, the assistant's config.
     """
 
     kept_in: Any = None
@@ -94,8 +93,7 @@ class Heuristic(Schedule):
 class Depths:
     """How likely something goes on for one token more, by how many went before; newer rounds count more.
 
-    Later tokens of a draft are accepted more often than its first: neighbours share a rate, and a rate
-    that was hardly seen is close to that of the tokens before.
+    Neighbours share a rate; one that was hardly seen is close to that of the tokens before.
     """
 
     BORDERS = (1, 2, 4, 8, 16)  # tokens, from 1 on, at which another rate begins
@@ -186,10 +184,7 @@ class Adaptive(Schedule):
         return n
 
     def _best(self, limit: int, is_drafted: bool) -> tuple[int, float]:
-        """The best of up to ``limit`` tokens, and how many times faster it should be.
-
-        ``is_drafted``: they are there already; else they cost, and drafts may end before.
-        """
+        """The best of up to ``limit`` tokens, and how many times faster it should be; what ``is_drafted`` is free."""
         tokens, width, reached, drafted = 1.0, 0.0, 1.0, 1.0
         best, speed = 0, 1.0
         fills = [1.0] * limit if is_drafted else self.filled.rates(limit)

@@ -25,10 +25,7 @@ from .base import Draft, DraftContext, Setup, draft_of_rows, drafted_tokens, pro
 
 
 class UniversalDrafter(Assistant):
-    """Drafts in the assistant's tokens, padded on the left so that all rows end together.
-
-    Rows that advance by different numbers of the assistant's tokens are read anew.
-    """
+    """Drafts in the assistant's tokens, padded on the left; rows that advance by different numbers are read anew."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -284,10 +281,7 @@ class Row:
         return self.own.ids(self.target.text(self.tokens[begin:]).rstrip(INCOMPLETE))
 
     def move(self, window: list[int]) -> None:
-        """Begin the window later, once it has grown to its limit.
-
-        The encodings of both windows end alike; ids before that are kept as they are.
-        """
+        """Begin the window later, once it has grown to its limit: where the encodings of both windows end alike."""
         if len(self.tokens) - self.begin <= self.limit:
             return
         begin = len(self.tokens) - self.lookbehind

@@ -26,10 +26,7 @@ READ_PROMPTS = (kinds.MTPCandidateGenerator, kinds.DFlashTokenCandidateGenerator
 
 
 class FromGenerator(Drafter):
-    """Drafts what upstream's ``CandidateGenerator`` drafts.
-
-    Raises ``ValueError`` for a call of several rows, and for a prompt that the generator cannot read.
-    """
+    """Drafts what upstream's ``CandidateGenerator`` drafts, for one row whose prompt it can read; else ``ValueError``."""
 
     def __init__(self, setup: Setup, generator: Any = None) -> None:
         """``generator``: by default what the model's hook makes."""

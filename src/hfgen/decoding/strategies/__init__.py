@@ -1,7 +1,4 @@
-"""Strategies: how the next tokens are chosen, one file per strategy.
-
-``modes.MODES`` names the class behind each mode. To add one, copy ``sample.py``.
-"""
+"""Strategies: how the next tokens are chosen, one file each, named in ``modes.MODES``. To add one, copy ``sample.py``."""
 
 from .base import NextToken
 from .beam import Beam

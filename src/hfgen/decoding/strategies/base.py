@@ -118,10 +118,7 @@ class InvalidScores:
     def draw(
         self, scores: torch.Tensor, n: int, step: int, among: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Indices ``(rows, n)`` into ``scores (rows, m)``, as ``torch.multinomial`` draws them by softmax.
-
-        Draws are without replacement. Rows with NaN are marked, as by ``note``; their indices mean nothing.
-        """
+        """Indices ``(rows, n)`` drawn without replacement by the softmax of ``scores (rows, m)``; marks rows with NaN."""
         if (drawn := draws.draw(scores, n)) is not None:
             return drawn
         probabilities = scores.softmax(dim=-1)

@@ -57,8 +57,7 @@ class Beam(NextToken):
         self.batch = rows // self.beams
         self.row_choice = run.row_choice
         functions = (*run.processors, *run.criteria)
-        #: The functions that remember rows.
-        self.stateful_functions = [f for f in functions if hasattr(f, "reorder")]
+        self.with_rows = [f for f in functions if hasattr(f, "reorder")]  # they remember rows
         device, eos, pad = run.ids.device, config._eos_token_tensor, config._pad_token_tensor
         differ = run.rows is not None and run.rows.differ_in("_eos_token_tensor", "stop_token_ids")
         # Enough beams are left even if all ending tokens are among the candidates.
@@ -96,7 +95,7 @@ class Beam(NextToken):
         self.running = self.advance(run, candidates)
         parents = self.running.parents[..., -1].flatten()
         self.reorder_cache(run, parents)
-        for function in self.stateful_functions:
+        for function in self.with_rows:
             function.reorder(parents)
         # A view: what a processor writes changes the beams.
         run.ids, settled = self.running.ids.flatten(0, 1), partial(self.settled, run)
@@ -110,10 +109,7 @@ class Beam(NextToken):
         return self.candidates(run, scores), scores
 
     def advance(self, run: Run, candidates: Hypotheses) -> Hypotheses:
-        """Return the candidates ``(batch, beams)`` that go on.
-
-        Those that end replace worse ones in ``finished``, by score per length to the penalty's power.
-        """
+        """Return the candidates ``(batch, beams)`` that go on; those that end replace worse ones in ``finished``."""
         are_done = candidates.is_done.all(dim=1, keepdim=True)
         self.all_done = are_done.all()
         ends_now = candidates.is_done & self.may_end
@@ -135,10 +131,7 @@ class Beam(NextToken):
     def candidates(
         self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)
     ) -> Hypotheses:
-        """The ``n_candidates`` continuations of each prompt to choose from, of ``log_probs (rows, vocab)``.
-
-        The rows belong to ``searches`` of the batch.
-        """
+        """The ``n_candidates`` continuations of each of the ``searches``, of ``log_probs (rows, vocab)``."""
         totals = self.totals(log_probs, searches)
         if self.row_choice is not None:
             choice = self.row_choice.of_prompts(searches)
@@ -215,10 +208,7 @@ class Beam(NextToken):
                 cache.reorder_cache(rows)
 
     def stop(self, run: Run) -> None:
-        """End the search of a prompt whose best running beam cannot beat its worst ended one.
-
-        With ``early_stopping="never"``, by its best score at any length; else by its score now.
-        """
+        """End a search whose best running beam cannot beat its worst ended one; with "never", at any length."""
         config = run.config
         is_never = config.early_stopping == "never" and config.length_penalty > 0.0
         lengths = [config.max_length if is_never else run.ids.shape[1]]
@@ -275,9 +265,8 @@ class Beam(NextToken):
         if run.finished:  # among equals, the first is returned
             is_best = torch.arange(self.beams, device=scores.device).expand_as(scores) == 0
         may_win = torch.cat([is_best, is_open & (running.scores > -torch.inf)], dim=1)
-        ids = torch.cat([finished.ids, running.ids], dim=1)[:, :, start:]
-        ends = self.prompt_length + (finished.parents >= 0).sum(dim=-1)
-        ends = torch.cat([ends, torch.full_like(ends, length)], dim=1)
+        both = finished.beside(running, self.fill)
+        ids, ends = both.ids[:, :, start:], self.prompt_length + (both.parents >= 0).sum(dim=-1)
         is_token = torch.arange(start, length, device=ids.device) < ends[:, :, None]
         first = may_win.int().argmax(dim=1, keepdim=True)
         example = take(ids, first)
@@ -288,8 +277,8 @@ class Beam(NextToken):
         n = int(torch.where(waits.any(), slowest, n_agreed.amax()))
         self.n_settled += n
         self.settled_ends = take(ends, first).squeeze(1).masked_fill(waits, -1)
-        parents = torch.cat([finished.parents, running.parents], dim=1)
-        self.settled_parents = take(parents, first)[:, 0, start - self.prompt_length :][:, :n]
+        parents = take(both.parents, first)[:, 0, start - self.prompt_length :]
+        self.settled_parents = parents[:, :n]
         return example[:, 0, :n]
 
     def row_ends(self, run: Run) -> list[int | None]:

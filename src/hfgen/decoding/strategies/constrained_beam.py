@@ -232,10 +232,7 @@ def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:
 
 
 def guard(chosen: list[Candidate], options: list[Candidate], n: int, n_left: int) -> None:
-    """Make ``n`` of ``chosen`` candidates that can meet the constraints within ``n_left`` more tokens.
-
-    The furthest and likeliest such candidates in ``options`` take the places of the last that are not.
-    """
+    """Replace the last of ``chosen`` by the best of ``options``, till ``n`` can meet all in ``n_left`` more tokens."""
 
     def can_make_it(one: Candidate) -> bool:
         return one.may_go_on and one.progress.missing <= n_left

@@ -184,10 +184,7 @@ class Contrastive(Sample):
 
 
 class Context:
-    """The hidden states of all tokens so far, scaled to length 1.
-
-    ``hidden (rows, length, size)``; ``is_padding (rows, length)``: those of no token.
-    """
+    """Hidden states ``(rows, length, size)`` of all tokens so far, scaled to length 1; some of ``is_padding``."""
 
     def __init__(self, hidden: torch.Tensor, is_padding: torch.Tensor | None) -> None:
         self.is_padding = is_padding
@@ -236,11 +233,7 @@ def _last_hidden(run: Run, outputs: Any) -> torch.Tensor:
 
 
 def _copy_rows(cache: Any, rows: torch.Tensor) -> None:
-    """Copy ``rows (tried,)`` of the cache: row ``i`` becomes old row ``rows[i]``.
-
-    The rows of a sequence differ in their newest token only: its column is copied, or the whole
-    layer where its place is not known.
-    """
+    """Make row ``i`` of the cache old row ``rows[i]``: its newest column is all that differs, if it is known."""
     for layer in layers.layers_of(cache):
         if (newest := layers.newest_column(layer)) is None:
             layer.reorder_cache(rows)

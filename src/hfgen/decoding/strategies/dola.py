@@ -21,11 +21,7 @@ DEEP, OF_DEEP = 40, 20  # deeper models contrast with this many layers, not with
 
 
 class Dola(Sample):
-    """Sample's choice, from what the last layer makes more likely than an earlier layer did.
-
-    In each row and step, it is contrasted with the candidate layer whose distribution is furthest
-    from its own by Jensen-Shannon divergence.
-    """
+    """Sample's choice, from what the last layer makes more likely than the candidate layer that diverges most."""
 
     checks_late = may_record = True
 

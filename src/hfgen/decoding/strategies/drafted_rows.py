@@ -92,10 +92,7 @@ class DraftedRows:
         self.device_ended = self.device_ended | ends
 
     def read(self, start: int, width: int, invalid_at: torch.Tensor) -> None:
-        """Copy the round's state to the host: the one wait for the device in a round.
-
-        Rows end at the lengths ``invalid_at (rows,)``, where their scores are NaN; -1 stands for nowhere.
-        """
+        """Copy the round's state to the host: the one wait for the device. Rows end at ``invalid_at (rows,)``, or -1."""
         self.write_padding(start, width)
         drafted = (self.guesses >= 0).sum(dim=1)
         state = torch.stack([self.device_known, self.device_ended, invalid_at, drafted], dim=1)

@@ -72,11 +72,7 @@ class NBestBeam(Beam):
     def select(
         self, run: Run, candidates: Hypotheses
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Choose those that do not end to go on; those that end count if they are the likeliest.
-
-        Return indices ``(batch, beams)`` of what goes on, and two masks ``(batch, n)``: what may not go on,
-        and what ends and goes to the list.
-        """
+        """Indices ``(batch, beams)`` of what goes on, and masks ``(batch, n)``: what may not, and what joins the list."""
         ends = self.ends(run, candidates)
         going_on = ends.to(torch.int8).argsort(dim=1, stable=True)[:, : self.beams]
         return going_on, ends, ends & self.may_end
@@ -93,10 +89,9 @@ class NBestBeam(Beam):
         self.finished = merged.at(ranking(merged)[:, : self.beams])
 
     def close(self, run: Run, candidates: Hypotheses) -> None:
-        """Close full lists whose worst entry is as good as the best candidate may get.
+        """Close full lists: with ``early_stopping=True`` all, else those that the best candidate cannot improve.
 
-        With ``early_stopping=True``, all full lists. With ``"never"``, a candidate may get what its
-        score is at the greatest length; else its score as it is, a heuristic.
+        That counts by its score as it is, a heuristic; with ``"never"``, at the greatest length.
         """
         config = run.config
         is_full = self.finished.is_done.all(dim=1)

@@ -23,13 +23,12 @@ class Hypotheses:
     def best(
         self, n: int, n_first: Sequence[int] | None = None, stays: torch.Tensor | None = None
     ) -> Hypotheses:
-        """The ``n`` of each prompt with the best scores, in descending order.
+        """The ``n`` of each prompt with the best scores, in descending order, or its first if it ``stays (batch, 1)``.
 
-        ``n_first``: how many of each prompt's are considered, since topk orders equal scores by how many
-        there are. ``stays (batch, 1)``: prompts whose first ``n`` are returned in their order.
+        ``n_first``: how many of each are considered, since topk orders equal scores by how many there are.
         """
         if n_first is None:
-            index = torch.topk(self.scores, k=n).indices
+            index = self.scores.topk(n).indices
         else:
             parts = zip(self.scores, n_first, strict=True)
             index = torch.stack([row[:m].topk(n).indices for row, m in parts])

@@ -34,10 +34,7 @@ class DraftColumn:
 
 
 class GreedyMatch:
-    """Accepts what the target would choose; with a weight ``w``, what ``w * p + (1 - w) * q`` would.
-
-    With a ``row_choice``, the choice of a row is fixed by its seed.
-    """
+    """Accepts what the target would choose, by the row's seed if it has one; with a weight, what both models would."""
 
     def __init__(self, weight: float | None = None, row_choice: RowChoice | None = None) -> None:
         self.weight, self.row_choice = weight, row_choice
