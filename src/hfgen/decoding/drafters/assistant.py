@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -196,7 +195,7 @@ class Assistant(Drafter):
         self.eos = padded.repeat_interleave(len(run.ids) // len(all_eos), dim=0)
 
     def shared_processors(self, target: Run) -> list[Any]:
-        """The target's processors for the assistant: those with a state, or the caller's, only where drafts show."""
+        """The target's processors for the assistant; any with a state, or the caller's, only where drafts show."""
         shows = self.setup.is_exact or self.setup.is_streamed_row
         return for_drafts(p for p in target.processors if shows or is_row_wise(p))
 
@@ -263,8 +262,7 @@ class EarlyExit(Assistant):
         self.n_layers = n_layers
 
     def prepare(self, ids: Tensor) -> Run:
-        with self.explained():
-            return super().prepare(ids)
+        return self.explained(super().prepare, ids)
 
     def encoded(self, kwargs: ModelKwargs, config: GenerationConfig, ids: Tensor) -> ModelKwargs:
         """``kwargs`` with what the encoder makes of its input, or has made: ranks run it once, together."""
@@ -275,14 +273,12 @@ class EarlyExit(Assistant):
         return kwargs | {"encoder_outputs": outputs}
 
     def next_logits(self, run: Run) -> Tensor:
-        with self.explained():
-            return super().next_logits(run)
+        return self.explained(super().next_logits, run)
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Within, an error says that the first layers alone may be its cause."""
+    def explained(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """What ``function`` returns; an error says that the first layers alone may be its cause."""
         try:
-            yield
+            return function(argument)
         except ranks.RankError:
             raise
         except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
