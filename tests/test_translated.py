@@ -568,7 +568,7 @@ def test_drafts_have_the_probability_they_were_drawn_with(options: dict[str, Any
             expected = assistant(torch.tensor([own_ids])).logits[0, -1].float()
             restricted = torch.full((1, len(target)), -torch.inf)
             restricted[0, shared] = expected[list(drafter.to_target)]
-            processors = drafter.restriction.processors
+            processors = drafter.processors
             restricted = processors(torch.tensor([so_far] * 3), restricted.repeat(3, 1))[row]
             compared = shared[shared != 0]  # rows behind the longest are padded, and so penalised
             torch.testing.assert_close(logits[compared], restricted[compared], rtol=1e-4, atol=1e-4)

@@ -101,36 +101,34 @@ class Recorder(Observer):
 
     def of_row(self, run: Run, sequences: Tensor, row: int, n_new: int) -> dict[str, Tensor]:
         """``(tokens, width)`` of each module for one row that has ``n_new`` generated tokens."""
-        model, n = run.model, len(sequences)
+        model, n, (n_prompts, prompt_length) = run.model, len(sequences), run.prompts.shape
         call: Any = run.call
-        own = torch.tensor([row * len(run.prompts) // n])  # the row of the prompt's arguments
-        kwargs = call.prompt.model_kwargs
+        kwargs, prompt_row = call.prompt.model_kwargs, row * n_prompts // n
         prefix = "decoder_" if run.is_encoder_decoder else ""
-        mask = kwargs.get(prefix + "attention_mask")
-        n_padding, prompt_length = 0, run.prompts.shape[1]
+        n_padding, mask = 0, kwargs.get(prefix + "attention_mask")
         if mask is not None and mask.shape == run.prompts.shape:
-            n_padding = int((mask[own.to(mask.device)].cumsum(dim=1) == 0).sum())
+            n_padding = int((mask[prompt_row].cumsum(dim=0) == 0).sum())
         ids = sequences[row : row + 1, n_padding : prompt_length + n_new]
-        inputs: dict[str, Any] = {prefix + "input_ids": ids}
-        inputs[prefix + "attention_mask"] = torch.ones_like(ids)
-        if run.is_encoder_decoder:
-            for name in ("encoder_outputs", "attention_mask"):
-                inputs[name] = take_rows(kwargs.get(name), own, len(run.prompts), name)
-        names = {
-            name + suffix: (module, suffix)
-            for pattern in self.record.modules
-            for suffix in [":in" if pattern.endswith(":in") else ""]
-            for name, module in modules_named(model, pattern).items()
+        inputs: dict[str, Any] = {
+            prefix + "input_ids": ids,
+            prefix + "attention_mask": torch.ones_like(ids),
         }
-        if model._supports_logits_to_keep() and not any("lm_head" in name for name in names):
+        for name in ("encoder_outputs", "attention_mask") if run.is_encoder_decoder else ():
+            index = torch.tensor([prompt_row])
+            inputs[name] = take_rows(kwargs.get(name), index, n_prompts, name)
+        modules: dict[str, Any] = {}
+        for pattern in self.record.modules:
+            suffix = ":in" if pattern.endswith(":in") else ""
+            modules |= {n + suffix: module for n, module in modules_named(model, pattern).items()}
+        if model._supports_logits_to_keep() and not any("lm_head" in name for name in modules):
             inputs["logits_to_keep"] = 1
         found: dict[str, Tensor] = {}
         with ExitStack() as stack:
-            if call.interventions is not None:
-                place = ids.new_zeros(1), prompt_length - n_padding
-                prompt = row * call.prompt.batch_size // n
-                stack.enter_context(call.interventions.on(model, *place, first_prompt=prompt))
-            for name, (module, suffix) in names.items():
+            if (interventions := call.interventions) is not None:
+                place, prompt = prompt_length - n_padding, row * call.prompt.batch_size // n
+                hooks = interventions.on(model, ids.new_zeros(1), place, first_prompt=prompt)
+                stack.enter_context(hooks)
+            for name, module in modules.items():
 
                 def keep(hidden: Tensor, name: str = name) -> Tensor:
                     if hidden.shape[:2] != ids.shape:
@@ -141,8 +139,8 @@ class Recorder(Observer):
                     found[name] = hidden[0].detach().clone()
                     return hidden
 
-                stack.callback(hook(module, suffix, keep).remove)
+                stack.callback(hook(module, name, keep).remove)
             forward(model, **inputs, use_cache=False)
-        if missing := ", ".join(sorted(names.keys() - found.keys())):
+        if missing := ", ".join(sorted(modules.keys() - found.keys())):
             logger.warning_once(f"`record`: {missing} were not called in a forward of the text.")
         return found

@@ -89,7 +89,7 @@ class Assistant(Drafter):
         n_known = first - context.start
         tokens = ids[:, context.start :].clone()
         tokens[:, n_known:] = -1
-        processors = run.processors
+        processors = self.processors_of(run)
         if not all(map(is_row_wise, processors)):  # what has a state is not to see drafts
             processors = copy.deepcopy(processors)
         all_scores: list[Tensor] = []
@@ -121,6 +121,10 @@ class Assistant(Drafter):
         drafted = tokens[:, : position + 1 - context.start]
         stacked = torch.stack(all_scores, dim=1) if all_scores else None
         return Draft(drafted, stacked, tuple(lengths))
+
+    def processors_of(self, run: Run) -> Any:
+        """The processors of the assistant's scores."""
+        return run.processors
 
     def ends(self, run: Run, tokens: Tensor, scores: Tensor) -> Tensor:
         """Which rows' drafts end with ``tokens (rows,)``."""

@@ -48,6 +48,8 @@ class UniversalDrafter(Assistant):
         self.n_read = [setup.run.ids.shape[1]] * len(self.rows)
         positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
         self.positions: float = positions or math.inf
+        self.context: DraftContext  # of the draft, in the target's ids
+        self.start = 0  # the assistant's column in which the draft starts
         #: Pads of each row, and its columns in the cache: -1 where that is unknown.
         self.pads = [0] * len(self.rows)
         self.fed: list[list[int]] = [[] for _ in self.rows]
@@ -56,6 +58,7 @@ class UniversalDrafter(Assistant):
     def draft(self, context: DraftContext) -> Draft | None:
         if all(context.is_done):
             return None
+        self.context = context
         first = min(n for n, done in zip(self.n_read, context.is_done, strict=True) if not done)
         new = context.ids[:, first : max(context.known)].tolist()
         texts: list[list[int]] = [[] for _ in self.rows]
@@ -74,6 +77,7 @@ class UniversalDrafter(Assistant):
     def laid_out(self, texts: list[list[int]], n_tokens: int) -> DraftContext | None:
         """A context of the assistant's ids: ``texts``, which are empty for rows that have ended."""
         is_done, longest = tuple(not text for text in texts), max(map(len, texts))
+        self.start = longest
         pads = [longest - len(text) if text else 0 for text in texts]
         rows = [[0] * (longest - len(text)) + text for text in texts]
         triples = zip(self.fed, rows, is_done, strict=True)
@@ -165,30 +169,24 @@ class ByText(UniversalDrafter):
 
 
 class BySharedTokens(UniversalDrafter):
-    """Sampling: the assistant draws from shared tokens, by scores that the target's processors saw."""
+    """Sampling: the assistant draws from shared tokens; it is a processor of the assistant's scores itself."""
+
+    is_row_wise = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.to_target = shared_tokens(self.target, self.own)
+        self.to_target, self.device = shared_tokens(self.target, self.own), setup.run.ids.device
+        #: Ids ``(n,)`` of the shared tokens: the assistant's, ascending, and the target's.
+        self.own_shared = torch.tensor(list(self.to_target), device=self.device)
+        self.target_shared = torch.tensor(list(self.to_target.values()), device=self.device)
         processors = for_drafts(p for p in setup.run.processors if is_row_wise(p))
-        functions, device = LogitsProcessorList(processors), setup.run.ids.device
-        self.restriction = Restriction(self.to_target, self.target.size, functions, device)
+        self.processors = LogitsProcessorList(processors)
 
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
         return [self.to_target[token] for token in drafted]
 
-    def prepare(self, ids: torch.Tensor) -> Run:
-        run = super().prepare(ids)
-        run.processors = LogitsProcessorList([self.restriction])
-        return run
-
-    def draft(self, context: DraftContext) -> Draft | None:
-        self.restriction.context = context
-        return super().draft(context)
-
-    def laid_out(self, texts: list[list[int]], n_tokens: int) -> DraftContext | None:
-        self.restriction.start = max(map(len, texts))
-        return super().laid_out(texts, n_tokens)
+    def processors_of(self, run: Run) -> Any:
+        return LogitsProcessorList([self])
 
     def translated(self, drafted: Draft, own: DraftContext, context: DraftContext) -> Draft | None:
         """Also the logits: those of each row's tokens, in the target's vocabulary."""
@@ -199,41 +197,26 @@ class BySharedTokens(UniversalDrafter):
         columns = (columns - torch.tensor(context.known)[:, None]).clamp(0, logits.shape[1] - 1)
         rows = torch.arange(len(self.rows), device=logits.device)[:, None]
         logits = logits[rows, columns.to(logits.device)]  # (rows, n, vocab)
-        return replace(result, logits=self.restriction.to_target(logits))
-
-
-class Restriction:
-    """A processor of the assistant's scores: those of shared tokens, as the target would process them."""
-
-    is_row_wise = True
-    #: The target's known tokens before the draft, and the assistant's column in which the draft starts.
-    context: DraftContext
-    start: int
-
-    def __init__(
-        self, to_target: dict[int, int], size: int, processors: Any, device: torch.device
-    ) -> None:
-        self.own = torch.tensor(list(to_target), device=device)
-        self.target = torch.tensor(list(to_target.values()), device=device)
-        self.target_size, self.processors, self.device = size, processors, device
+        return replace(result, logits=self.in_target(logits))
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``ids (rows, length)`` and ``scores (rows, vocab)`` of the assistant; the same back."""
-        shared = self.to_target(scores.to(self.device))
-        restricted = shared
+        """The assistant's ``scores (rows, vocab)`` of shared tokens, as the target would process them."""
+        shared = restricted = self.in_target(scores.to(self.device))
         if self.processors:
             processed = self.processors(self.target_ids(ids.to(self.device)), shared.clone())
             # Nothing shared may be left, if an EOS is forced: any other draft will do as well.
-            is_left = (processed[:, self.target] > -math.inf).any(dim=1, keepdim=True)
+            is_left = (processed[:, self.target_shared] > -math.inf).any(dim=1, keepdim=True)
             restricted = torch.where(is_left, processed, shared)
         result = torch.full_like(scores, -math.inf)
-        result[:, self.own.to(scores.device)] = restricted[:, self.target].to(scores.device)
+        restricted = restricted[:, self.target_shared].to(scores.device)
+        result[:, self.own_shared.to(scores.device)] = restricted
         return result
 
-    def to_target(self, scores: torch.Tensor) -> torch.Tensor:
+    def in_target(self, scores: torch.Tensor) -> torch.Tensor:
         """``(…, assistant's vocab)`` to ``(…, target's vocab)``: -inf where it is not shared."""
-        result = scores.new_full((*scores.shape[:-1], self.target_size), -math.inf)
-        result[..., self.target.to(scores.device)] = scores[..., self.own.to(scores.device)]
+        result = scores.new_full((*scores.shape[:-1], self.target.size), -math.inf)
+        shared = scores[..., self.own_shared.to(scores.device)]
+        result[..., self.target_shared.to(scores.device)] = shared
         return result
 
     def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
@@ -244,9 +227,10 @@ class Restriction:
         columns = (torch.arange(longest, device=self.device) - longest + known + n_drafted).clamp(0)
         before = self.context.ids.to(self.device)
         before = before.gather(1, columns.clamp(max=before.shape[1] - 1))
-        index = torch.searchsorted(self.own, ids.contiguous()).clamp(max=len(self.own) - 1)
+        index = torch.searchsorted(self.own_shared, ids.contiguous())
+        shared = self.target_shared[index.clamp(max=len(self.own_shared) - 1)]
         drafted = (self.start + columns - known).clamp(0, ids.shape[1] - 1)
-        return torch.where(columns >= known, self.target[index].gather(1, drafted), before)
+        return torch.where(columns >= known, shared.gather(1, drafted), before)
 
 
 class Row:
