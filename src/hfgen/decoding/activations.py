@@ -18,7 +18,7 @@ from ..running.interventions import hook, modules_named
 from ..settings.logs import logger
 from ..state.call import Call
 from ..state.run import Observer, Run, Strategy
-from .results import endings
+from .outputs import endings
 
 #: Arguments of forward that a text alone has.
 OF_TEXT = (

@@ -15,8 +15,7 @@ from ..running import ahead, ranks
 from ..state.run import Observer, Run, Step, Strategy
 from . import activations
 from .card import CardWriter
-from .outputs import GenerateOutput, Recording
-from .results import Results
+from .outputs import GenerateOutput, Recording, Results
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput

@@ -1,8 +1,11 @@
-"""The outputs of a call: recording each step, and building the ``Generate*Output``."""
+"""The output of a call: each step recorded, the ``Generate*Output``, and hfgen's additions to it."""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -10,8 +13,12 @@ from transformers.generation import utils as upstream
 from transformers.utils import ModelOutput
 
 from .. import families
+from ..logits.stopping import FinishReason, StoppingCriteriaList
+from ..logits.stopping.causes import Causes, at_end, first
+from ..logits.stopping.strings import TextCriteria, text_until
 from ..memory.caches import layers as cache_layers
 from ..state.run import Observer, Run, Step, Strategy
+from ..state.text import context_of, decode
 
 #: The return type of ``generate`` if that is not a tensor of ids.
 GenerateOutput: TypeAlias = upstream.GenerateNonBeamOutput | upstream.GenerateBeamOutput
@@ -143,3 +150,152 @@ def compute_transition_scores(
     flat = beam_indices.clamp(min=0) * vocab + sequences[:, sequences.shape[1] - n_steps :]
     chosen = last.reshape(rows * vocab, len(scores)).gather(0, flat)
     return chosen.masked_fill(beam_indices < 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Times of a call in seconds, and its memory: ``output.metrics``, with ``output_metrics=True``.
+
+    Tokens per second are those of all rows together. Times without a token to measure are ``None``.
+    """
+
+    total_time: float
+    time_to_first_token: float | None  # with the call's preparation and the forward of the prompt
+    time_per_output_token: float | None  # mean time from one token of the longest row to its next
+    prefill_tokens_per_second: float | None  # of the prompts as they were given, padding included
+    decode_tokens_per_second: float | None
+    #: Of the device, since the call began; without a GPU, the largest resident set of the process so far.
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How one returned row ended."""
+
+    ids: list[int]  # generated ids up to the end, without padding
+    reason: FinishReason
+    cause: Any = None  # the criterion that ended it, if one did
+
+    @classmethod
+    def of(
+        cls, run: Run, causes: list[Any], row: int, n_rows: int, ids: list[int], is_end: bool
+    ) -> Ending:
+        """The ending of a row of ``n_rows`` with ``causes``; ``is_end``: it ended with the last of its ``ids``.
+
+        A processor that made it end with an EOS may give another reason for that, by a method
+        ``finish_reason_of(row, ids) -> str | None`` on generated ids.
+        """
+        lost = None if run.invalid is None else run.invalid.step_of(row, n_rows)
+        if lost is not None and not (is_end and ids):
+            return cls(ids[:lost], FinishReason("error"))
+        if not ids:
+            return cls(ids, FinishReason("length"))
+        n, reason, cause = (at_end if is_end else first)(causes, ids)
+        if lost is not None and reason == "unfinished":
+            reason = FinishReason("error")
+        for processor in run.processors if reason == "eos" else ():
+            say = getattr(processor, "finish_reason_of", None)
+            if say is not None and (own := say(row, ids[:n])) is not None:
+                return cls(ids[:n], FinishReason(own, reason.stop), cause)
+        return cls(ids[:n], reason, cause)
+
+
+class Results(Observer):
+    """Collects while a call decodes what can only be known then; the rest is found out at the end."""
+
+    def __init__(self, run: Run) -> None:
+        self.has_metrics = bool(getattr(run.config, "output_metrics", False))
+        self.started = time.perf_counter() if run.call is None else run.call.started
+        self.first: float | None = None
+        if isinstance(run.criteria, StoppingCriteriaList):
+            run.criteria.take_notes()
+        if self.has_metrics and run.ids.is_cuda:
+            torch.cuda.reset_peak_memory_stats(run.ids.device)
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        """Note the time of a step, if times are asked for."""
+        if self.has_metrics and self.first is None:
+            self.first = _now(run)
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
+        """Give the output ``finish_reasons``, and ``texts`` and ``metrics`` if they are asked for."""
+        has_texts, n_rows = hasattr(run.tokenizer, "decode"), len(result["sequences"])
+        is_lost = run.invalid is not None and run.invalid.steps()
+        needs_look = has_texts or self.has_metrics or is_lost
+        if getattr(run.criteria, "length_only", False) and not needs_look:
+            run.extras["finish_reasons"] = [FinishReason("length")] * n_rows
+            return
+        found = endings(run, result)
+        run.extras["finish_reasons"] = [ending.reason for ending in found]
+        if has_texts:
+            rows = enumerate(found)
+            run.extras["texts"] = [text_of(run, row, ending, n_rows) for row, ending in rows]
+        if self.has_metrics:
+            run.extras["metrics"] = self.metrics(run, [len(ending.ids) for ending in found])
+
+    def metrics(self, run: Run, lengths: list[int]) -> Metrics:
+        """The times up to now; ``lengths``: generated tokens of each returned row."""
+        peak, total = peak_bytes(run.ids.device), _now(run) - self.started
+        if self.first is None:
+            return Metrics(total, None, None, None, None, peak)
+        first = self.first - self.started
+        rest, n_steps = total - first, max(lengths) - 1
+        prompt = None if run.call is None else run.call.prompt
+        n_prompt = math.prod((run.ids if prompt is None else prompt.main_input).shape[:2])
+        per_token = rest / n_steps if n_steps > 0 else None
+        speed = (sum(lengths) - len(lengths)) / rest if n_steps > 0 else None
+        return Metrics(total, first, per_token, n_prompt / first, speed, peak)
+
+
+def endings(run: Run, result: dict[str, Any]) -> list[Ending]:
+    """How each returned row ended. Of hypotheses, whose length is known, only the end is looked at."""
+    prompt_length = run.prompts.shape[1]
+    rows = result["sequences"][:, prompt_length:].tolist()
+    causes = Causes.of_run(run, prompt_length)
+    if is_search := (parents := result.get("beam_indices")) is not None:
+        lengths = (parents >= 0).sum(dim=1).tolist()
+        rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]
+    return [
+        Ending.of(run, causes.of(row, len(rows), is_search), row, len(rows), ids, is_search)
+        for row, ids in enumerate(rows)
+    ]
+
+
+def text_of(run: Run, row: int, ending: Ending, n_rows: int) -> str:
+    """The text of a returned row, without what stopped it unless that is asked for."""
+    ids, cause, (skips, includes, before) = ending.ids, ending.cause, spelling(run, row, n_rows)
+    if isinstance(cause, TextCriteria) and (found := cause.found(ids, len(ids))) is not None:
+        n_bytes = found.end if includes else found.begin
+        return text_until(cause.pieces, ids, n_bytes, skips, before)
+    if ending.reason.stop is not None and not includes:
+        ids = ids[:-1]
+    return decode(run.tokenizer, ids, skips, before)
+
+
+def spelling(run: Run, row: int, n_rows: int) -> tuple[bool, bool, list[int]]:
+    """Whether the text of a returned row skips special tokens and includes its stop string, and its prompt's end."""
+    config: Any = run.configs[row * len(run.configs) // n_rows]
+    skips = getattr(config, "skip_special_tokens", None) in (None, True)
+    includes = bool(getattr(config, "include_stop_str_in_output", False))
+    prompt = run.prompts[row * len(run.prompts) // n_rows].tolist()
+    has_texts = hasattr(run.tokenizer, "decode")
+    return skips, includes, context_of(run.tokenizer, prompt) if has_texts else []
+
+
+def _now(run: Run) -> float:
+    """The time when all that was asked of the device is done."""
+    if run.ids.is_cuda:
+        torch.cuda.synchronize(run.ids.device)
+    return time.perf_counter()
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The largest memory so far: of a GPU since it was last reset, else of the process; in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -14,8 +14,8 @@ from transformers.utils import ModelOutput
 
 from ..decoding.activations import Recorder
 from ..decoding.loop import commit
+from ..decoding.outputs import Ending, text_of
 from ..decoding.recipes import recipe
-from ..decoding.results import Ending, text_of
 from ..decoding.strategies import Sample
 from ..logits import logprobs
 from ..logits.processors.samplers import Feedback

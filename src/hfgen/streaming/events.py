@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..decoding.results import Ending, spelling, text_of
+from ..decoding.outputs import Ending, spelling, text_of
 from ..logits.logprobs import Recorder, TokenLogprob
 from ..logits.stopping import FinishReason, StoppingCriteriaList
 from ..logits.stopping.causes import UNKNOWN, Causes, first

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ..decoding.activations import Recorder as ActivationRecorder
-from ..decoding.outputs import Recording
-from ..decoding.results import Results
+from ..decoding.outputs import Recording, Results
 from ..decoding.strategies.sample import Sample
 from ..logits.logprobs import Recorder, TokenLogprob
 from ..logits.logprobs.recorder import Position, PromptRecorder

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ... import families
 from ...decoding import loop
+from ...decoding.outputs import Results
 from ...decoding.recipes import MinimumBayesRisk
-from ...decoding.results import Results
 from ...decoding.strategies import Beam as Search
 from ...decoding.strategies import GroupBeam, Sample
 from ...decoding.strategies.assisted import Assisted
