@@ -182,8 +182,7 @@ class Ending:
     ) -> Ending:
         """The ending of a row of ``n_rows`` with ``causes``; ``is_end``: it ended with the last of its ``ids``.
 
-        A processor that made it end with an EOS may give another reason for that, by a method
-        ``finish_reason_of(row, ids) -> str | None`` on generated ids.
+        For an EOS, a processor's ``finish_reason_of(row, ids) -> str | None`` on generated ids may say why.
         """
         lost = None if run.invalid is None else run.invalid.step_of(row, n_rows)
         if lost is not None and not (is_end and ids):

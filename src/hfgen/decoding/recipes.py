@@ -62,8 +62,8 @@ class Recipe:
 def recipe(strategy_class: type, **options: Any) -> Recipe:
     """Make a strategy's class into a value of ``generate(custom_generate=…)``.
 
-    ``strategy_class`` has the methods of ``hfgen.state.run.Strategy``; its constructor takes the
-    ``hfgen.state.run.Run`` of a call and the ``options``. Raises ``TypeError`` if that is not so.
+    ``strategy_class`` has the methods of ``hfgen.state.run.Strategy``; its constructor takes the ``Run`` of a
+    call and the ``options``. Raises ``TypeError`` if that is not so.
     """
     if not isinstance(strategy_class, type):
         raise TypeError(

@@ -60,8 +60,7 @@ def _prompt_lookup(setup: Setup) -> PromptLookup:
 def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
     """How many tokens to draft: the drafter's own schedule, the one asked for, or a default.
 
-    By default the length adapts to what is accepted. It is upstream's where that shows: in the draws
-    of a sampled row, and in the chunks that a streamer gets of one row; and for prompt lookup of one.
+    That adapts to what is accepted, and is upstream's where it shows: in draws and chunks of one row, and for lookup.
     """
     if drafter.schedule is not None:
         return drafter.schedule

@@ -45,8 +45,7 @@ NOT_SHARED = {
 class Assistant(Drafter):
     """Decodes with the assistant, on a cache of its own that keeps what was accepted.
 
-    All rows step together: a row that is known further is fed its known tokens. A row's draft ends
-    at an EOS, or after a token less likely than the confidence threshold.
+    Rows step together, known tokens too. A draft ends at an EOS, or after a token below the confidence threshold.
     """
 
     def __init__(self, setup: Setup, model: Any = None) -> None:

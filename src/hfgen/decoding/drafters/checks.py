@@ -61,10 +61,7 @@ def _of_fields(model: Any, config: GenerationConfig, assistant: Any) -> Iterator
     if config.use_cache is False:
         yield "Assisted generation keeps what is verified in a cache: leave out `use_cache=False`."
     if config.assistant_ensemble_weight is not None and config.prompt_lookup_num_tokens is not None:
-        yield (
-            f"`assistant_ensemble_weight` (={config.assistant_ensemble_weight}) mixes the scores of "
-            "two models, and prompt lookup (`prompt_lookup_num_tokens`) has none. Leave one out."
-        )
+        yield "`assistant_ensemble_weight` mixes scores of two models, and `prompt_lookup_num_tokens` has none."
     if model._is_stateful:
         yield f"{type(model).__name__} keeps a state that cannot be rolled back to reject drafted tokens."
     if (n := config.assistant_early_exit) is not None:
@@ -90,10 +87,7 @@ def _of_kind(model: Any, config: GenerationConfig, assistant: Any) -> Iterator[s
     elif config.speculation_type == "dflash":
         own: Any = getattr(assistant, "config", None)
         if missing := [field for field in BLOCK_FIELDS if getattr(own, field, None) is None]:
-            yield (
-                "`speculation_type='dflash'` takes an `assistant_model` that denoises blocks of "
-                f"tokens; {kind} does not: its config has no {', '.join(missing)}."
-            )
+            yield f"`speculation_type='dflash'`: {kind} denoises no blocks: its config has no {', '.join(missing)}."
         if any(not 0 <= layer < text.num_hidden_layers for layer in own.target_layer_ids):
             last = text.num_hidden_layers - 1
             yield f"`assistant_model` ({kind}) reads the layers {own.target_layer_ids}; {name} has 0 to {last}."
@@ -113,19 +107,13 @@ def _of_vocabularies(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) ->
         for name in ("encoder_attention_heads", "encoder_ffn_dim", "encoder_layers"):
             size = getattr(model.config, name, None)
             if getattr(assistant.config, name, size) != size:
-                yield (
-                    f"`assistant_model` is decoder-only and its config's `{name}` differs from the "
-                    "model's, so it cannot read the model's encoder. Load it as an encoder-decoder."
-                )
+                yield f"`assistant_model` has no encoder, and cannot read the model's: `{name}` differs."
     size = model.config.get_text_config().vocab_size
     assistants = assistant.config.get_text_config().vocab_size
     if size == assistants and "assistant_tokenizer" in mode_kwargs:
         yield f"`assistant_tokenizer` is for assistants with another vocabulary; both have {size} tokens."
     if size != assistants and not {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
-        yield (
-            f"The model has {size} tokens and `assistant_model` {assistants}: pass both `tokenizer` "
-            "and `assistant_tokenizer`, to translate between them."
-        )
+        yield f"The model has {size} tokens, `assistant_model` {assistants}: pass `tokenizer` and `assistant_tokenizer`."
 
 
 def decoder_layers(model: Any) -> tuple[Any, nn.Module, str]:

@@ -106,11 +106,7 @@ class Assisted:
 
     @property
     def shares_rounds(self) -> bool:
-        """Whether its rounds may be forwarded with those of other calls, whatever these draft.
-
-        Then no token depends on drafts, the drafter reads ids alone, and any number of columns can be taken
-        back out of the cache.
-        """
+        """Whether its rounds may be forwarded with other calls': no token depends on drafts, no draft on more than ids."""
         drafter = self.drafter.drafter if type(self.drafter) is UnderGrammar else self.drafter
         return (
             self.is_free_of_drafts
@@ -120,10 +116,7 @@ class Assisted:
         )
 
     def prefill(self, run: Run) -> ModelOutput | None:
-        """Only of prompts that rows share, that come in chunks, are embeddings, or padding alone.
-
-        Devices that forward in step do so with any prompt.
-        """
+        """Forward a prompt that rows share, in chunks, of embeddings or padding alone; any where devices are in step."""
         is_shared = prompts.can_share_prefill(run) and not self.overrides
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None

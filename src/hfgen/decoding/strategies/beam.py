@@ -1,8 +1,4 @@
-"""Beam search and beam sampling.
-
-Symbols: ``batch`` prompts, ``beams`` hypotheses per prompt, ``rows = batch * beams`` as the model
-sees them, ``n_candidates`` candidates per prompt and step, ``length`` tokens so far.
-"""
+"""Beam search and beam sampling: ``rows = batch * beams``, and ``n_candidates`` of each prompt in a step."""
 
 from __future__ import annotations
 
@@ -44,10 +40,8 @@ class Beam(NextToken):
         try:
             float(max(length, 1)) ** float(config.length_penalty)
         except OverflowError:
-            yield (
-                f"`length_penalty` is the power of the length (`max_new_tokens`) that scores are divided by: "
-                f"{length} to the power of {config.length_penalty} is too large for a float."
-            )
+            power = f"{length} to the power of {config.length_penalty}"
+            yield f"`length_penalty` sets what scores are divided by: {power} is too large for a float."
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

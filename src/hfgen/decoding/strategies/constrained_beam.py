@@ -1,11 +1,10 @@
 """Constrained beam search: the result contains all required words.
 
-Dynamic beam allocation (Post and Vilar 2018; Hu et al. 2019). Candidates are the likeliest
-continuations, and those that bring a constraint one token further. They are sorted into banks by how
-far they are, and the beams are divided among the banks.
+Dynamic beam allocation (Post and Vilar 2018; Hu et al. 2019). Candidates are the likeliest continuations, and those
+that bring a constraint one token further. Banks, by how far these are, share the beams.
 
-The rules are those of transformers 4.x, for equal tokens. By them no hypothesis that meets all
-constraints may be left at the end. So a guard lets enough go on that can still meet them in time.
+The rules are those of transformers 4.x, by which no hypothesis that meets all constraints may be left at the end.
+So a guard lets enough go on that can still meet them in time.
 """
 
 from __future__ import annotations

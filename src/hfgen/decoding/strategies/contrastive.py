@@ -50,10 +50,7 @@ class Contrastive(Sample):
         if not config.use_cache:
             yield f"{name} needs a cache: leave out `use_cache=False`."
         if config.prefill_chunk_size is not None:
-            yield (
-                f"{name} needs the hidden states of the whole prompt: leave out "
-                f"`prefill_chunk_size`={config.prefill_chunk_size}."
-            )
+            yield f"{name} reads all of the prompt: leave out `prefill_chunk_size`={config.prefill_chunk_size}."
 
     def __init__(self, run: Run) -> None:
         self.cache_name = families.cache_argument(run.model)

@@ -36,10 +36,7 @@ class Dola(Sample):
         is_list = isinstance(layers, list | tuple) and len(layers) > 0
         is_list = is_list and all(type(n) is int and 0 <= n < n_layers for n in layers)
         if not is_list and not (isinstance(layers, str) and layers in ("low", "high")):
-            yield (
-                f"`dola_layers` has to be 'low', 'high' or a list of layers from 0, the embeddings, "
-                f"to {n_layers - 1}, the last but one of {name}; it is {layers!r}."
-            )
+            yield f"`dola_layers` has to be 'low', 'high' or a list of layers from 0 to {n_layers - 1}; it is {layers!r}."
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -125,9 +125,8 @@ def verify(
 ) -> tuple[Tensor, ...]:
     """Verify ``logits (rows, width, vocab)`` position by position; write the tokens that ``rows`` gain.
 
-    ``draft_logits (rows, n, vocab)``: the drafter's scores, if any. Returns the processed scores.
-    Processors and criteria are called once for each length, before and after its token. Their results
-    for rows that are further ahead or behind are not used.
+    ``draft_logits (rows, n, vocab)``: the drafter's scores, if any. Returns the processed scores. Functions are called
+    once for each length; their results for rows that are further ahead or behind are not used.
     """
     start, width = run.ids.shape[1], logits.shape[1]
     had_ended, is_open = rows.device_ended, ~rows.device_ended
