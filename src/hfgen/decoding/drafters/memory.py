@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,9 +114,7 @@ class SuffixMemory(Drafter):
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_bytes: int = 64 * 2**20) -> SuffixMemory:
         """Read a file that ``save`` has written. Raises ``ValueError`` for any other file."""
-        memory = cls(max_bytes)
-        with open(path, "rb") as file:
-            data = file.read()
+        memory, data = cls(max_bytes), Path(path).read_bytes()
         try:
             tensors = load(data)
             tokens, lengths, uses = (tensors[name] for name in ("tokens", "lengths", "uses"))
@@ -153,10 +152,9 @@ class SuffixMemory(Drafter):
         return DrafterOfCall(self, run)
 
     def text(self) -> Text:
-        with self._lock:
-            self._n_texts += 1
-            text = self._texts[self._n_texts] = Text(self._n_texts)
-            return text
+        self._n_texts += 1
+        text = self._texts[self._n_texts] = Text(self._n_texts)
+        return text
 
     def prompt(self, tokens: list[int]) -> Text:
         """A text that begins with a prompt: its end alone, if the prompt is known."""

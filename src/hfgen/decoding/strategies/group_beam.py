@@ -19,7 +19,7 @@ from ...logits.processors.lists import LogitsProcessorList
 from ...logits.processors.repetition import DiversityPenalty
 from ...state.run import Run
 from .beam import Beam
-from .hypotheses import NEG_INF, Hypotheses, ranking
+from .hypotheses import NEG_INF, Hypotheses
 
 LOWEST = torch.finfo(torch.float32).min  # minus infinity where an empty place has that score
 
@@ -35,10 +35,9 @@ class NBestBeam(Beam):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.finished.scores = torch.full_like(self.finished.scores, -torch.inf)
-        device = run.ids.device
-        self.is_closed = torch.zeros(self.batch, dtype=torch.bool, device=device)
+        self.is_closed = torch.zeros(self.batch, dtype=torch.bool, device=run.ids.device)
         #: ``(batch, beams)``: which running hypotheses count although they did not end by themselves.
-        self.is_met = torch.ones(self.batch, self.beams, dtype=torch.bool, device=device)
+        self.is_met = torch.ones_like(self.finished.is_done)
 
     def advance(self, run: Run, candidates: Hypotheses) -> Hypotheses:
         going_on, ends, finished = self.select(run, candidates)
@@ -85,8 +84,7 @@ class NBestBeam(Beam):
         scores = scores.clamp(min=LOWEST)  # better than an empty place
         scores, is_done = scores.masked_fill(~is_let_in, -torch.inf), newcomers.is_done & is_let_in
         let_in = Hypotheses(newcomers.ids, newcomers.parents, scores, is_done)
-        merged = self.finished.beside(let_in, self.fill)
-        self.finished = merged.at(ranking(merged)[:, : self.beams])
+        self.finished = self.finished.beside(let_in, self.fill).ranked(self.beams)
 
     def close(self, run: Run, candidates: Hypotheses) -> None:
         """Close full lists: with ``early_stopping=True`` all, else those that the best candidate cannot improve.
@@ -178,6 +176,5 @@ class GroupBeam(NBestBeam):
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         per_prompt = [f.unflatten(0, (-1, self.groups)).flatten(1, 2) for f in self.finished.fields]
-        hypotheses = Hypotheses(*per_prompt)
-        self.finished = hypotheses.at(ranking(hypotheses)[:, : run.config.num_return_sequences])
+        self.finished = Hypotheses(*per_prompt).ranked(run.config.num_return_sequences)
         return super().result(run)

@@ -36,6 +36,12 @@ class Hypotheses:
             index = torch.where(stays, torch.arange(n, device=index.device), index)
         return self.at(index)
 
+    def ranked(self, n: int) -> Hypotheses:
+        """The ``n`` worthiest of each prompt: done before not done, then by score."""
+        index = self.scores.argsort(dim=1, descending=True, stable=True)
+        is_done = self.is_done.gather(1, index).to(torch.int8)
+        return self.at(index.gather(1, is_done.argsort(dim=1, descending=True, stable=True)[:, :n]))
+
     def at(self, index: torch.Tensor) -> Hypotheses:
         """The hypotheses at ``index (batch, m)`` of each prompt."""
         return Hypotheses(*(take(field, index) for field in self.fields))
@@ -57,10 +63,3 @@ def take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """``tensor (batch, n, …)`` at ``index (batch, m)``: ``(batch, m, …)``."""
     shape = (*index.shape, *tensor.shape[2:])
     return tensor.gather(1, index.view(*index.shape, *[1] * (tensor.ndim - 2)).expand(shape))
-
-
-def ranking(hypotheses: Hypotheses) -> torch.Tensor:
-    """Indices ``(batch, n)`` in the order of worth: done before not done, then by score."""
-    index = hypotheses.scores.argsort(dim=1, descending=True, stable=True)
-    is_done = hypotheses.is_done.gather(1, index).to(torch.int8)
-    return index.gather(1, is_done.argsort(dim=1, descending=True, stable=True))
