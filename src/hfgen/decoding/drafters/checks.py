@@ -107,7 +107,7 @@ def _of_vocabularies(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) ->
         for name in ("encoder_attention_heads", "encoder_ffn_dim", "encoder_layers"):
             size = getattr(model.config, name, None)
             if getattr(assistant.config, name, size) != size:
-                yield f"`assistant_model` has no encoder, and cannot read the model's: `{name}` differs."
+                yield f"`assistant_model` cannot read the model's encoder: `{name}` differs. Load it as an encoder-decoder."
     size = model.config.get_text_config().vocab_size
     assistants = assistant.config.get_text_config().vocab_size
     if size == assistants and "assistant_tokenizer" in mode_kwargs:
