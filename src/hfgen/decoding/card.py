@@ -60,9 +60,7 @@ class Card:
     def read(cls, text: str) -> Card:
         """The card that ``str()`` wrote. Raises ``CardError`` for anything else."""
         if len(text) > MAX_SIZE:
-            raise CardError(
-                f"A card has at most {MAX_SIZE:,} characters, but this has {len(text):,}."
-            )
+            raise CardError(f"A card has at most {MAX_SIZE:,} characters; this has {len(text):,}.")
         try:
             values = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
@@ -76,9 +74,7 @@ class Card:
                 kind = cls.__annotations__[name]
                 raise CardError(f"{name!r} of a card has to be {kind}, but is {value!r:.80}.")
         if odd := sorted({name for config in values["parameters"] for name in config} - {*FIELDS}):
-            raise CardError(
-                f"{odd[0]!r} in the parameters of a card is no field of a generation config."
-            )
+            raise CardError(f"{odd[0]!r} in the parameters is no field of a generation config.")
         return cls(**values)
 
 
@@ -205,7 +201,7 @@ def replay(
     lists = inputs or {name: v for name, v in card.prompt.items() if name != "digest"}
     if not lists:
         raise CardError(
-            "The card has no prompt (output_card='prompt' keeps it): give the prompts of the call."
+            "No prompt in the card (output_card='prompt'): give the prompts of the call."
         )
     names = [name for name in ("input_ids", "attention_mask") if name in lists]
     try:

@@ -107,9 +107,7 @@ class PhrasalConstraint(_Words):
 
     def __init__(self, token_ids: list[int]) -> None:
         if not _is_word(token_ids):
-            raise ValueError(
-                f"`token_ids` has to be a non-empty list of token ids, but is {token_ids!r}."
-            )
+            raise ValueError(f"`token_ids` has to be a non-empty list of ids; it is {token_ids!r}.")
         self.token_ids = token_ids
         super().__init__([token_ids])
 
@@ -164,9 +162,7 @@ def check_can_be_met(constraint: Any) -> None:
         if not (tokens := wanted(constraint)):
             raise ValueError(f"{name} is not met, but its advance() names no token.")
         if not constraint.does_advance(tokens[0]):
-            raise ValueError(
-                f"{name}.advance() names the token {tokens[0]}, but does_advance() denies it."
-            )
+            raise ValueError(f"{name} names the token {tokens[0]}, but does_advance() denies it.")
         if constraint.update(tokens[0])[1]:  # met
             break
     else:

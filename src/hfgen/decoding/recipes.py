@@ -186,9 +186,7 @@ class _MinimumBayesRisk(Recipe):
     def check_call(self, config: GenerationConfig, arguments: dict[str, Any]) -> None:
         n_best, samples = self.options["n_best"], config.num_return_sequences
         if arguments.get("streamer") is not None:
-            raise ValueError(
-                "`streamer` cannot follow minimum_bayes_risk(), which chooses among ended samples."
-            )
+            raise ValueError("`streamer` cannot follow minimum_bayes_risk(), which chooses last.")
         if not config.do_sample or config.num_beams > 1 or samples < 2:
             raise ValueError(
                 "minimum_bayes_risk() needs `do_sample=True` (with a `temperature` above 0), `num_beams=1` "

@@ -131,7 +131,5 @@ def decoder_layers(model: Any) -> tuple[Any, nn.Module, str]:
     module, name, layers = next(lists, (decoder, "", []))
     if len(layers) != n_layers or n_layers == 0:
         name = type(model).__name__
-        raise ValueError(
-            f"`assistant_early_exit` needs a decoder with a list of its layers; {name} has none."
-        )
+        raise ValueError(f"`assistant_early_exit` needs a list of decoder layers; {name} has none.")
     return decoder, module, name

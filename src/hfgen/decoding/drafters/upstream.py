@@ -97,9 +97,7 @@ def _check_prompt(run: Run, kind: str) -> None:
     """Raise ``ValueError`` for a prompt without ids or hidden states, all of which ``kind`` reads."""
     cache = run.model_kwargs.get("past_key_values")
     if run.model_kwargs.get("inputs_embeds") is not None and not run.is_encoder_decoder:
-        raise ValueError(
-            f"{kind} reads the ids of the prompt: pass `input_ids` in place of `inputs_embeds`."
-        )
+        raise ValueError(f"{kind} reads ids of the prompt: pass `input_ids`, not `inputs_embeds`.")
     if cache is not None and (n_cached := cache.get_seq_length()) > 0:
         raise ValueError(
             f"{kind} reads hidden states of the whole prompt, but `past_key_values` holds {n_cached} tokens."

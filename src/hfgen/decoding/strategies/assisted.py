@@ -282,9 +282,7 @@ def _check_cache(run: Run, cache: Any) -> None:
     """Raise before the first forward if what is rejected could not be taken back, or not fit in."""
     name = type(run.model).__name__
     if cache is None:
-        raise RuntimeError(
-            f"Assisted decoding needs a cache, and {name} has none under `past_key_values`."
-        )
+        raise RuntimeError(f"Assisted decoding needs a cache: {name} has no `past_key_values`.")
     if not hasattr(cache, "crop"):
         raise ValueError(
             f"Drafted tokens cannot be taken back out of a {type(cache).__name__}: assisted decoding "
