@@ -89,14 +89,12 @@ class Recorder(Observer):
             self.keep(row, self.of_row(run, sequences, row, len(ending.ids)), found)
         run.extras["activations"] = found
 
-    def keep(
-        self, row: int, activations: dict[str, Tensor], found: dict[str, list[Tensor]]
-    ) -> None:
-        """Write a row's ``activations`` to its file, or append them to those ``found``."""
+    def keep(self, row: int, of_row: dict[str, Tensor], found: dict[str, list[Tensor]]) -> None:
+        """Write the activations ``of_row`` to its file, or append them to those ``found``."""
         if self.record.folder is not None:
-            save_file(activations, self.record.folder / f"{row}.safetensors")
+            save_file(of_row, self.record.folder / f"{row}.safetensors")
             return
-        for name, tensor in activations.items():
+        for name, tensor in of_row.items():
             found.setdefault(name, []).append(tensor)
 
     def of_row(self, run: Run, sequences: Tensor, row: int, n_new: int) -> dict[str, Tensor]:

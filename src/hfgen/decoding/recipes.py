@@ -115,9 +115,7 @@ class MinimumBayesRisk(Sample):
     streams = False
     checks_late = may_record = True
 
-    def __init__(
-        self, run: Run, utility: Utility, n_best: int = 1, on_tokens: bool = False
-    ) -> None:
+    def __init__(self, run: Run, utility: Utility, n_best: int, on_tokens: bool) -> None:
         super().__init__(run)
         self.utility, self.n_best, self.on_tokens = utility, n_best, on_tokens
         #: ``(rows,)``: tokens generated until each sample's end, an EOS included.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -192,29 +192,25 @@ def _wrong(kind: type[Exception], name: str, expected: str, returned: str) -> Ex
     return kind(f"{name}.draft() has to return {expected}, but returned {returned}.")
 
 
-@dataclass(slots=True)
 class Setup:
-    """The call that a drafter is made for."""
+    """The call that a drafter is made for.
 
-    run: Any
-    assistant_model: Any = None
-    tokenizer: Any = None
-    assistant_tokenizer: Any = None
-    #: The encoder's input ``(batch, …)``, for assistants that have an encoder of their own.
-    encoder_input: torch.Tensor | None = None
-    max_length: int = field(init=False)  # tokens that a row may have in the end, prompt included
-    is_streamed_row: bool = field(init=False)  # a streamer gets chunks: draft lengths show
-    is_drawn: bool = field(init=False)  # whether tokens are drawn from torch's generator
-    needs_logits: bool = field(init=False)  # verification compares probabilities, not tokens alone
-    #: Whether drafts have to be upstream's: the draws of one row, or the tokens of an ensemble, depend on them.
-    is_exact: bool = field(init=False)
+    ``encoder_input (batch, …)``: the encoder's input, for assistants that have an encoder of their own.
+    """
 
-    def __post_init__(self) -> None:
-        run, config, is_one = self.run, self.run.config, len(self.run.ids) == 1
+    def __init__(
+        self, run: Run, assistant: Any, tokenizer: Any, assistant_tokenizer: Any, encoder_input: Any
+    ) -> None:
+        self.run, self.assistant_model, self.encoder_input = run, assistant, encoder_input
+        self.tokenizer, self.assistant_tokenizer = tokenizer, assistant_tokenizer
+        config, is_one = run.config, len(run.ids) == 1
+        #: Tokens that a row may have in the end, prompt included.
         self.max_length = int(run.criteria.max_length or config.max_length)
-        self.is_streamed_row = run.streamer is not None and is_one
+        self.is_streamed_row = run.streamer is not None and is_one  # draft lengths show in chunks
+        #: Whether tokens are drawn from torch's generator; whether verification compares probabilities.
         self.is_drawn = bool(config.do_sample) and run.row_choice is None
         self.needs_logits = self.is_drawn or config.assistant_ensemble_weight is not None
+        #: Whether drafts have to be upstream's: the draws of one row, or the tokens of an ensemble, depend on them.
         self.is_exact = self.needs_logits and is_one
 
     def of_assistant(self, name: str, always: bool = False) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,11 +15,7 @@ class PromptLookup(Drafter):
     """Drafts what followed the newest n-gram of each row before: the longest n-gram first, its earliest place first."""
 
     def __init__(
-        self,
-        max_ngram: int,
-        eos: torch.Tensor | None = None,
-        allowed: Callable[[torch.Tensor, torch.Tensor], int] | None = None,
-        overshoots: bool = False,
+        self, max_ngram: int, eos: Any = None, allowed: Any = None, overshoots: bool = False
     ) -> None:
         """An EOS of ``eos (n_eos,)`` ends a draft, and the maximum length unless it ``overshoots``; see ``n_allowed``."""
         self.overshoots, self.max_ngram, self.allowed = overshoots, max_ngram, allowed

@@ -151,7 +151,7 @@ class UniversalDrafter(Assistant):
         width = max(1, *map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        self.setup, self.encoder_mask = replace(self.setup, encoder_input=ids), mask
+        self.setup.encoder_input, self.encoder_mask = ids, mask
 
 
 class ByText(UniversalDrafter):
@@ -236,12 +236,10 @@ class BySharedTokens(UniversalDrafter):
 class Row:
     """One sequence of the target in the assistant's ids; each round encodes a window of new tokens."""
 
-    def __init__(
-        self, target: Spelling, own: Spelling, *lookbehinds: int, opening: Any = ()
-    ) -> None:
+    def __init__(self, target: Spelling, own: Spelling, *windows: int, opening: Any = ()) -> None:
         """``opening``: ids that the assistant's begin with."""
         self.target, self.own = target, own
-        self.lookbehind, self.own_lookbehind = lookbehinds
+        self.lookbehind, self.own_lookbehind = windows
         self.tokens: list[int] = []
         self.begin = 0  # of the window, in `tokens`
         self.limit = 2 * self.lookbehind  # tokens in a window that is about to move
