@@ -71,8 +71,8 @@ def of_call(model: Any, call: Call) -> Record | None:
     n_bytes = len(names) * n_rows * config.max_length * width * model.dtype.itemsize
     if record.folder is None and n_bytes > record.max_bytes:
         raise ValueError(
-            f"`record`: {len(names)} modules of {n_rows} rows of up to {config.max_length} tokens take about "
-            f"{n_bytes:,} bytes, `max_bytes`={record.max_bytes:,}. Record fewer, or give hfgen.Record a folder."
+            f"`record`: {len(names)} modules of {n_rows} rows of up to {config.max_length} tokens take about {n_bytes:,} "
+            f"bytes, more than `max_bytes`={record.max_bytes:,}. Record fewer, or give hfgen.Record a folder."
         )
     return record
 

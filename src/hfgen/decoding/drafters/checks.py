@@ -113,7 +113,7 @@ def _of_vocabularies(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) ->
     if size == assistants and "assistant_tokenizer" in mode_kwargs:
         yield f"`assistant_tokenizer` is for assistants with another vocabulary; both have {size} tokens."
     if size != assistants and not {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
-        yield f"The model has {size} tokens, `assistant_model` {assistants}: pass `tokenizer` and `assistant_tokenizer`."
+        yield f"The model has {size} tokens, `assistant_model` {assistants}: pass both `tokenizer` and `assistant_tokenizer`."
 
 
 def decoder_layers(model: Any) -> tuple[Any, nn.Module, str]:

@@ -17,8 +17,7 @@ LONGEST = 64  # the largest number of forced tokens that one forward verifies
 class ForcedTokens(Drafter):
     """Drafts only what a grammar forces, as the keys of JSON; the model may spell it with other tokens."""
 
-    def __init__(self) -> None:
-        self.schedule = Schedule(LONGEST)
+    schedule = Schedule(LONGEST)
 
     def draft(self, context: DraftContext) -> None:
         return
