@@ -13,7 +13,7 @@ from .base import Adapted, Drafter, Setup
 from .checks import has_foreign_generator
 from .lookup import PromptLookup, n_allowed
 from .schedule import DEFAULT_TOKENS, Costs, Heuristic, Schedule, schedule_named
-from .translated import BySharedTokens, ByText
+from .translated import BySharedTokens, UniversalDrafter
 from .upstream import FromGenerator, has_own_hook
 
 
@@ -41,7 +41,7 @@ def make_drafter(setup: Setup) -> Drafter:
         )
     if None in (setup.tokenizer, setup.assistant_tokenizer):
         return Assistant(setup)
-    return BySharedTokens(setup) if config.do_sample else ByText(setup)
+    return BySharedTokens(setup) if config.do_sample else UniversalDrafter(setup)
 
 
 def _prompt_lookup(setup: Setup) -> PromptLookup:

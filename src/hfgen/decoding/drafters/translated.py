@@ -25,7 +25,10 @@ from .base import Draft, DraftContext, Setup, draft_of_rows, drafted_tokens, pro
 
 
 class UniversalDrafter(Assistant):
-    """Drafts in the assistant's tokens, padded on the left; rows that advance by different numbers are read anew."""
+    """Drafts in the assistant's tokens, padded on the left, and translates their text.
+
+    The two vocabularies may be disjoint. Rows that advance by different numbers of tokens are read anew.
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -106,8 +109,14 @@ class UniversalDrafter(Assistant):
         return draft_of_rows(rows, context)
 
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
-        """The target's tokens for the assistant's ``drafted`` ones, of which there are some."""
-        raise NotImplementedError
+        """The target's tokens for the text of ``drafted``; if the assistant has ended it, with the target's EOS."""
+        assert self.run is not None
+        tokens, own_eos = row.follow(drafted), self.run.config._eos_token_tensor
+        eos = self.setup.run.config._eos_token_tensor
+        if eos is None or own_eos is None or drafted[-1] not in own_eos.tolist():
+            return tokens
+        is_whole = len(drafted) == 1 or bool(tokens)  # else there is text that was not translated
+        return [*tokens, int(eos[0])] if is_whole else []
 
     def use_parameters_of_rows(self, run: Run, target: Run) -> None:
         """EOS ids are the assistant's own; a penalty of the target's holds for any tokens."""
@@ -152,20 +161,6 @@ class UniversalDrafter(Assistant):
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         self.setup.encoder_input, self.encoder_mask = ids, mask
-
-
-class ByText(UniversalDrafter):
-    """Greedy: everything is translated as text, so the two vocabularies may be disjoint."""
-
-    def followed(self, row: Row, drafted: list[int]) -> list[int]:
-        """The text's tokens; if the assistant has ended it, the target's EOS."""
-        assert self.run is not None
-        tokens, own_eos = row.follow(drafted), self.run.config._eos_token_tensor
-        eos = self.setup.run.config._eos_token_tensor
-        if eos is None or own_eos is None or drafted[-1] not in own_eos.tolist():
-            return tokens
-        is_whole = len(drafted) == 1 or bool(tokens)  # else there is text that was not translated
-        return [*tokens, int(eos[0])] if is_whole else []
 
 
 class BySharedTokens(UniversalDrafter):
