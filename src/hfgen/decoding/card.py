@@ -201,7 +201,7 @@ def replay(
     lists = inputs or {name: v for name, v in card.prompt.items() if name != "digest"}
     if not lists:
         raise CardError(
-            "No prompt in the card (output_card='prompt'): give the prompts of the call."
+            "The card has no prompt (output_card='prompt' keeps it): give the prompts of the call."
         )
     names = [name for name in ("input_ids", "attention_mask") if name in lists]
     try:
