@@ -162,7 +162,7 @@ def peak_memory() -> int | None:
     """Largest memory of the process so far, in bytes: of the GPU where one is used."""
     import torch
 
-    from ...decoding.results import peak_bytes
+    from ...decoding.outputs import peak_bytes
 
     is_cuda = torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 0
     return peak_bytes(torch.device("cuda" if is_cuda else "cpu"))
