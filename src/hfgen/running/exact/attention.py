@@ -48,8 +48,12 @@ def exact_attention(
         raise ValueError("exact: autocast changes dtypes between kernels. Leave torch.autocast.")
     n_queries, n_kv = query.shape[2], key.shape[1]
     if attention_mask is None:
+        n_keys = key.shape[2]
+        visible = torch.ones(1, 1, n_queries, n_keys, dtype=torch.bool, device=query.device)
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        spans = [_without_mask(query, key, bool(causal) and n_queries > 1)]
+        if causal and n_queries > 1:
+            visible = visible.tril(n_keys - n_queries)
+        spans = [Span(slice(0, len(query)), 0, 0, None, visible)]
     elif (found := spans_of(attention_mask)) is not None:
         spans = found
     elif (made := spans_within(attention_mask)) is not None:
@@ -76,40 +80,20 @@ def exact_attention(
             if is_fused:
                 out = fused(q, k, v, bias, scaling)
             else:
-                if position_bias is not None:
-                    bias = bias + _folded(position_bias, span, start, bias, n_kv)
-                sinks = None if s_aux is None else s_aux.view(1, n_kv, -1, 1)
-                if sinks is not None:
-                    sinks = in_tiles(sinks.repeat_interleave(part.shape[3], dim=2))
+                if position_bias is not None:  # (rows or 1, heads, queries, columns)
+                    by_key = position_bias[:, :, start : start + KEYS].transpose(2, 3)
+                    by_key = span.take(by_key, bias.shape[3]).transpose(2, 3)
+                    bias = bias + in_tiles(by_key.reshape(len(by_key), n_kv, -1, bias.shape[3]))
+                sinks = None
+                if s_aux is not None:
+                    by_head = s_aux.view(1, n_kv, -1, 1)
+                    sinks = in_tiles(by_head.repeat_interleave(part.shape[3], dim=2))
                 out = in_parts(q, k, v, bias, scaling, softcap, sinks)
             out = out[:, :, : n_folded * part.shape[3]]
             parts.append(out.reshape(len(q), n_kv * group, part.shape[3], value.shape[3]))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _without_mask(query: Tensor, key: Tensor, is_causal: bool) -> Span:
-    n_queries, n_keys = query.shape[2], key.shape[2]
-    visible = torch.ones(1, 1, n_queries, n_keys, dtype=torch.bool, device=query.device)
-    visible = visible.tril(n_keys - n_queries) if is_causal else visible
-    return Span(slice(0, len(query)), 0, 0, None, visible)
-
-
-def _folded(position_bias: Tensor, span: Span, start: int, bias: Tensor, n_kv: int) -> Tensor:
-    """``(rows or 1, heads, queries, columns)`` as ``(rows or 1, kv heads, group * queries in tiles, keys)``."""
-    if len(position_bias) > 1:
-        position_bias = position_bias[span.rows]
-    position_bias = position_bias[:, :, start : start + KEYS]
-    n_keys = bias.shape[3]
-    if span.columns is not None:
-        position_bias = position_bias[..., span.columns]
-    else:
-        position_bias = position_bias[..., span.start :]
-    position_bias = position_bias[..., : n_keys - span.n_dropped]
-    behind = n_keys - span.n_dropped - position_bias.shape[3]
-    position_bias = F.pad(position_bias, (span.n_dropped, behind))
-    return in_tiles(position_bias.reshape(len(position_bias), n_kv, -1, n_keys))
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
@@ -146,24 +130,23 @@ def in_parts(
 ) -> Tensor:
     """The same in torch's matrix products, block after block: for what the fused kernel does not take."""
     scaling = q.shape[3] ** -0.5 if scaling is None else scaling
+    limits = torch.finfo(torch.float32)
     scores = []
-    for block in k.split(KEYS, dim=2):
+    for block, hidden in zip(k.split(KEYS, dim=2), bias.split(KEYS, dim=3), strict=True):
         score = torch.matmul(q, block.transpose(2, 3)).float() * scaling
-        scores.append(score if softcap is None else torch.tanh(score / softcap) * softcap)
-    scores = [s + b.float() for s, b in zip(scores, bias.split(KEYS, dim=3), strict=True)]
+        score = score if softcap is None else torch.tanh(score / softcap) * softcap
+        scores.append(score + hidden.float())
     largest = torch.stack([s.amax(dim=3, keepdim=True) for s in scores]).amax(dim=0)
     if sinks is not None:
         largest = torch.maximum(largest, sinks.float())
-    largest = largest.detach().clamp(
-        min=torch.finfo(torch.float32).min
-    )  # a row of padding sees no key
+    largest = largest.detach().clamp(min=limits.min)  # a row of padding sees no key
     total = torch.zeros_like(largest) if sinks is None else (sinks.float() - largest).exp()
     out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
     for score, block in zip(scores, v.split(KEYS, dim=2), strict=True):
         weights = (score - largest).exp()
         total = total + weights.sum(dim=3, keepdim=True)
         out = out + torch.matmul(weights.to(v.dtype), block).float()
-    return (out / total.clamp(min=torch.finfo(torch.float32).tiny)).to(q.dtype)
+    return (out / total.clamp(min=limits.tiny)).to(q.dtype)
 
 
 AttentionInterface.register(NAME, exact_attention)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..linears.forward import own_forward
 from .attention import exact_attention
-from .layers import ATTENDING, BADDBMM, MATMUL, ExactCalls
+from .layers import ATTENDING, BADDBMM, MATMUL, ExactCalls, refusal
 from .spans import HIDDEN, spans_of
 
 #: Products of activations that may be attention.
@@ -30,6 +30,11 @@ CASTS = "to type float half bfloat16 double type_as".split()
 FACTORS = {"mul": 1, "__mul__": 1, "__rmul__": 1, "__imul__": 1, "mul_": 1}
 FACTORS |= {"div": -1, "__truediv__": -1, "__itruediv__": -1, "div_": -1, "true_divide": -1}
 SUMS = "add __add__ __radd__ __iadd__ add_".split()
+
+#: The arguments of torch's attention, in order, by their names in ``exact_attention``.
+FUSED = {name: name for name in ("query", "key", "value")}
+FUSED |= {"attn_mask": "attention_mask", "dropout_p": "dropout", "is_causal": "is_causal"}
+FUSED |= {"scale": "scaling"}
 
 
 @dataclass(frozen=True)
@@ -86,26 +91,25 @@ class FollowedCalls(ExactCalls):
         if any(isinstance(operand, Scores) for operand in operands):
             return self.follow(function, args, kwargs)
         if function is F.scaled_dot_product_attention:
-            return self.fused(*args, **kwargs)
+            arguments = {"attn_mask": None, "is_causal": False}
+            arguments |= dict(zip(FUSED, args, strict=False)) | kwargs
+            named = {FUSED.get(name, name): value for name, value in arguments.items()}
+            return exact_attention(self.module, **named)[0].transpose(1, 2)
         if function in FOLLOWED and is_of_activations(function, operands):
             return self.begin(function, args, kwargs)
         return super().__torch_function__(function, types, args, kwargs)
 
     def begin(self, function: Any, args: Any, kwargs: Any) -> Scores:
         """The scores that a product of queries and keys would have."""
-        biases: tuple[Tensor, ...] = ()
-        scale = 1.0
-        if function in BADDBMM:
-            names = ("input", "batch1", "batch2")
-            operands = dict(zip(names, args, strict=False)) | kwargs
-            bias, queries, keys = (operands[name] for name in names)
-            scale, beta = float(operands.get("alpha", 1)), float(operands.get("beta", 1))
-            biases = (bias * beta,) if beta and bias.any() else ()
-        else:
-            queries, keys = args
+        names = ("input", "batch1", "batch2") if function in BADDBMM else ("batch1", "batch2")
+        operands = {"alpha": 1, "beta": 1} | dict(zip(names, args, strict=False)) | kwargs
+        queries, keys, bias = (operands.get(name) for name in ("batch1", "batch2", "input"))
+        biases = ()
+        if bias is not None and operands["beta"] and bias.any():
+            biases = (bias * float(operands["beta"]),)
         shape = torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2])
         product = Product(
-            function.__name__, queries, keys.transpose(-1, -2), scale=scale, biases=biases
+            function.__name__, queries, keys.transpose(-1, -2), float(operands["alpha"]), biases
         )
         return Scores.of(product, (*shape, queries.shape[-2], keys.shape[-1]), queries.dtype)
 
@@ -119,72 +123,54 @@ class FollowedCalls(ExactCalls):
         product, shape, dtype = scores.product, scores.shape, scores.dtype
         others = [a for a in (*args, *kwargs.values()) if a is not scores]
         is_first = bool(args) and args[0] is scores
+        known: Product | None = None
         if product.is_normalised and function in FOLLOWED and is_first and len(others) == 1:
             return self.attend(scores, others[0])
         if name in SHAPES and is_first:
             shape = getattr(torch.empty(shape, device="meta"), name)(*args[1:], **kwargs).shape
-            known = None if shape[-2:] != scores.shape[-2:] else product
+            known = product if shape[-2:] == scores.shape[-2:] else None
         elif name in CASTS and is_first:
             rest = [torch.empty(0, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args[1:]]
             dtype = getattr(torch.empty(0, dtype=dtype), name)(*rest, **kwargs).dtype
             known = product
         elif name == "dropout":
-            p, is_training = (*args[1:], *([0.5, True][len(args) - 1 :]))[:2]
-            is_idle = not kwargs.get("training", is_training) or kwargs.get("p", p) == 0
-            known = product if is_idle else None
+            options = {"p": 0.5, "training": True}
+            options |= dict(zip(options, args[1:], strict=False)) | kwargs
+            known = None if options["training"] and options["p"] else product
         elif product.is_normalised:
-            known = None
-        elif name == "softmax" and kwargs.get("dim", args[1] if len(args) > 1 else None) in (
-            -1,
-            len(shape) - 1,
-        ):
+            pass
+        elif name == "softmax" and kwargs.get("dim", *args[1:2]) in (-1, len(shape) - 1):
             dtype = kwargs.get("dtype") or dtype
             known = replace(product, is_normalised=True)
         elif name in FACTORS and len(others) == 1 and _is_number(others[0]):
             factor = float(others[0]) ** FACTORS[name]
             biases = tuple(bias * factor for bias in product.biases)
-            if factor <= 0:  # it would make the largest score of a hidden one, minus infinity
-                raise self.refusal(product.function)
-            known = replace(product, scale=product.scale * factor, biases=biases)
+            if factor > 0:  # another would make the largest score of a hidden one, minus infinity
+                known = replace(product, scale=product.scale * factor, biases=biases)
         elif name in SUMS and len(others) == 1 and isinstance(others[0], Tensor):
-            known = self.with_mask(product, others[0])
+            if spans_of(others[0]) is not None:
+                known = replace(product, mask=others[0]) if product.mask is None else None
+            elif others[0].dtype != torch.bool:
+                known = replace(product, biases=(*product.biases, others[0]))
         elif name in ("masked_fill", "masked_fill_") and is_first and float(others[1]) <= HIDDEN:
             known = with_hidden(product, others[0])
         elif name == "where" and len(args) == 3 and args[1] is scores and args[2] <= HIDDEN:
             known = with_hidden(product, ~args[0])
         elif name in ("max", "maximum") and len(others) == 1 and float(others[0]) <= HIDDEN:
             known = product
-        else:
-            known = None
         if known is None:
-            raise self.refusal(product.function)
+            raise refusal(self.module, product.function)
         if name.endswith("_") and not name.endswith("__"):
             scores.product = known
             return scores
         return Scores.of(known, shape, dtype)
 
-    def refusal(self, function: str) -> ValueError:
-        return ValueError(
-            f"exact: {type(self.module).__name__} calls torch's {function} on activations, which is not known to be "
-            "exact. Models are exact whose attention is a softmax of scaled products, with masks of transformers."
-        )
-
-    def with_mask(self, product: Product, term: Tensor) -> Product | None:
-        """``product`` with ``term`` added: a mask of ``exact_mask``, or a bias."""
-        if spans_of(term) is not None:
-            return replace(product, mask=term) if product.mask is None else None
-        if term.dtype == torch.bool:
-            return None
-        return replace(product, biases=(*product.biases, term))
-
     def attend(self, scores: Scores, values: Tensor) -> Tensor:
         """Attention's output, as the module's product of its weights and ``values (…, keys, size)`` would have it."""
-        product, mask = scores.product, scores.product.mask
+        product, mask, n_rows = scores.product, scores.product.mask, self.n_rows
         n_queries, n_keys = scores.shape[-2:]
-        n_rows = self.n_rows
-        q, k, v = (
-            x.reshape(n_rows, -1, *x.shape[-2:]) for x in (product.queries, product.keys, values)
-        )
+        operands = (product.queries, product.keys, values)
+        q, k, v = (x.reshape(n_rows, -1, *x.shape[-2:]) for x in operands)
         bias: Any = None
         for term in product.biases:
             term = in_four_dimensions(term, n_rows, q.shape[1])
@@ -193,42 +179,11 @@ class FollowedCalls(ExactCalls):
             mask, bias = bias, None  # a model that has added to its mask
         if bias is not None:
             bias = bias.expand(len(bias), q.shape[1], n_queries, n_keys).float()
-        output, _ = exact_attention(
-            self.module,
-            q,
-            k.to(q.dtype),
-            v.to(q.dtype),
-            mask,
-            scaling=product.scale,
-            is_causal=False,  # without a mask, nothing is hidden
-            position_bias=bias,
-        )
+        # Without a mask, nothing is hidden.
+        options = {"scaling": product.scale, "is_causal": False, "position_bias": bias}
+        output, _ = exact_attention(self.module, q, k.to(q.dtype), v.to(q.dtype), mask, **options)
         output = output.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
         return output.to(values.dtype)
-
-    def fused(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """torch's function of this signature."""
-        output, _ = exact_attention(
-            self.module,
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout=dropout_p,
-            scaling=scale,
-            is_causal=is_causal,
-        )
-        return output.transpose(1, 2)
 
 
 def is_of_activations(function: Any, operands: tuple[Any, ...]) -> bool:

@@ -19,6 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 from ..linears.forward import PackedForward, own_forward
@@ -57,11 +61,11 @@ OTHERS = (
 class TiledForward:
     """Set as ``forward`` of a linear layer: computes its rows in whole tiles.
 
-    A layer that ``hfgen.optimize`` has given a kernel keeps it. Raises ``ValueError`` where gradients are
-    recorded and the kernel has rounded weights: the layer's own forward would give other numbers.
+    A layer that ``hfgen.optimize`` has given a kernel, ``packed``, keeps it. Raises ``ValueError`` where gradients
+    are recorded and the kernel has rounded weights: the layer's own forward would give other numbers.
     """
 
-    def __init__(self, module: nn.Module, packed: PackedForward | None = None) -> None:
+    def __init__(self, module: nn.Module, packed: PackedForward | None) -> None:
         self.module = module
         self.packed = packed
 
@@ -148,9 +152,9 @@ class ExactCalls(TorchFunctionMode):
 
 
 def is_of_numbers(args: tuple[Any, ...]) -> bool:
-    """Whether the first of ``args`` is the only tensor, with a dimension of its own."""
-    is_tensor = isinstance(args[0], Tensor) and args[0].dim() > 0
-    return is_tensor and not any(isinstance(value, Tensor) for value in args[1:])
+    """Whether the first of ``args`` is the only tensor, and has a dimension."""
+    is_tensor = [isinstance(value, Tensor) for value in args]
+    return is_tensor[0] and sum(is_tensor) == 1 and args[0].dim() > 0
 
 
 def in_vectors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -201,15 +205,15 @@ class Recorder(TorchFunctionMode):
     """Within: notes which modules call matrix products by themselves.
 
     ``callers``: modules with products that tiles serve. ``attending``: those with products of activations, as
-    attention has, and the function. ``refused``: others, by class of module and function.
+    attention has, and the function. ``refused``: those with other products, and the function.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.stack: list[nn.Module] = []
-        self.callers: dict[int, nn.Module] = {}
-        self.attending: dict[int, str] = {}
-        self.refused: dict[str, str] = {}
+        self.callers: set[nn.Module] = set()
+        self.attending: dict[nn.Module, str] = {}
+        self.refused: dict[nn.Module, str] = {}
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -222,41 +226,39 @@ class Recorder(TorchFunctionMode):
     def _note(self, function: Any, args: tuple[Any, ...]) -> None:
         module = self.stack[-1]
         if (
-            function in LINEAR
-            or function in ADDMM
+            function in (*LINEAR, *ADDMM)
             or (function in BMM and isinstance(args[1], nn.Parameter))
+            or (function in MATMUL and args[1].dim() == 2 and len(args) == 2)
+            or (function in POINTWISE and is_of_numbers(args) and needs_padding(args[0]))
         ):
-            self.callers[id(module)] = module
-        elif function in MATMUL:
-            if args[1].dim() == 2 and len(args) == 2:
-                self.callers[id(module)] = module
-            elif args[0].shape[-1] > 1:  # the product of rotary positions has one summand
-                self.attending[id(module)] = function.__name__
-        elif function in POINTWISE:
-            if is_of_numbers(args) and needs_padding(args[0]):
-                self.callers[id(module)] = module
-        elif function in ATTENDING:
-            self.attending[id(module)] = function.__name__
+            self.callers.add(module)
+        # The product of rotary positions has one summand.
+        elif function in ATTENDING or (function in MATMUL and args[0].shape[-1] > 1):
+            self.attending[module] = function.__name__
         elif function in OTHERS:
-            self.refused[type(module).__name__] = function.__name__
+            self.refused[module] = function.__name__
 
     @contextmanager
     def following(self) -> Iterator[Recorder]:
         """Record within, and know the module that is running."""
-        enter = nn.modules.module.register_module_forward_pre_hook(
-            lambda module, args: self.stack.append(module)
-        )
 
         def pop(module: nn.Module, args: Any, output: Any) -> None:
             self.stack.pop()
 
-        leave = nn.modules.module.register_module_forward_hook(pop, always_call=True)
-        try:
-            with self:
-                yield self
-        finally:
-            enter.remove()
-            leave.remove()
+        with (
+            register_module_forward_pre_hook(lambda module, args: self.stack.append(module)),
+            register_module_forward_hook(pop, always_call=True),
+            self,
+        ):
+            yield self
+
+
+def refusal(module: nn.Module, function: str) -> ValueError:
+    """The error of a ``module`` that calls a product that neither tiles nor ``followed.py`` serve."""
+    return ValueError(
+        f"exact: {type(module).__name__} calls torch's {function} on activations, which is not known to be exact. "
+        "Models are exact whose attention is a softmax of scaled products, with masks of transformers."
+    )
 
 
 #: Chunked scans, and the recurrences that give the same but for rounding, by their names in modelling code.
@@ -278,13 +280,8 @@ def with_recurrence(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     function = inspect.unwrap(type(module).forward)
     names = function.__globals__
     recurrent = {scan: names[step] for scan, step in RECURRENCES.items() if scan in names}
-    forward = FunctionType(
-        function.__code__,
-        {**names, **recurrent},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    of_function = function.__name__, function.__defaults__, function.__closure__
+    forward = FunctionType(function.__code__, {**names, **recurrent}, *of_function)
     with ExactCalls():
         return forward(module, *args, **kwargs)
 

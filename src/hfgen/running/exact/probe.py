@@ -95,19 +95,15 @@ def _beside(q: Tensor, k: Tensor, v: Tensor, length: int, n_queries: int, paddin
     first = length - n_queries
     kept = torch.ones(2, padding + length, dtype=torch.bool)
     kept[0, :padding] = False
+    alone = [F.pad(x[:, :, :length], (0, 0, padding, 0)) for x in (k, v)]
     keys, values = (
-        torch.cat([F.pad(x[:, :, :length], (0, 0, padding, 0)), x[:, :, : padding + length] * 2])
+        torch.cat([own, x[:, :, : padding + length] * 2])
         if padding + length <= LONGEST
-        else F.pad(x[:, :, :length], (0, 0, padding, 0)).expand(2, -1, -1, -1)
-        for x in (k, v)
+        else own.expand(2, -1, -1, -1)
+        for own, x in zip(alone, (k, v), strict=True)
     )
-    mask = exact_mask(
-        batch_size=2,
-        q_length=n_queries,
-        kv_length=padding + length,
-        q_offset=padding + first,
-        attention_mask=kept,
-    )
+    shape = {"batch_size": 2, "q_length": n_queries, "kv_length": padding + length}
+    mask = exact_mask(**shape, q_offset=padding + first, attention_mask=kept)
     queries = q[:, :, first:length].expand(2, -1, -1, -1)
     return exact_attention(nn.Module(), queries, keys, values, mask)[0][0]
 
@@ -115,13 +111,8 @@ def _beside(q: Tensor, k: Tensor, v: Tensor, length: int, n_queries: int, paddin
 def _both_ways(q: Tensor, k: Tensor, v: Tensor, length: int, n_all: int) -> Tensor:
     """``length`` queries that see each other's keys, the first of two rows; the other one has ``n_all`` keys."""
     kept = torch.arange(n_all) < torch.tensor([[length], [n_all]])
-    mask = exact_mask(
-        batch_size=2,
-        q_length=length,
-        kv_length=n_all,
-        attention_mask=kept,
-        mask_function=bidirectional_mask_function,
-    )
+    shape = {"batch_size": 2, "q_length": length, "kv_length": n_all}
+    mask = exact_mask(**shape, attention_mask=kept, mask_function=bidirectional_mask_function)
     missing = max(n_all - LONGEST, 0)
     keys, values = (
         F.pad(x[:, :, :n_all], (0, 0, 0, missing)).expand(2, -1, -1, -1) for x in (k, v)
@@ -130,21 +121,26 @@ def _both_ways(q: Tensor, k: Tensor, v: Tensor, length: int, n_all: int) -> Tens
     return exact_attention(nn.Module(), queries, keys, values, mask)[0][0]
 
 
-def operations(inputs: dict[str, tuple[nn.Module, Tensor]]) -> Iterator[Operation]:
-    """Try each kind of layer on random rows like its ``inputs``: of a layer of each kind, with an input that it got."""
-    tried: dict[tuple[str, str, str], str | None] = {}
-    for module, example in inputs.values():
+def operations(inputs: dict[nn.Module, Tensor]) -> Iterator[Operation]:
+    """Try a layer of each kind (class, shapes of weights, input) on random rows like the one that it got in ``inputs``."""
+    tried = set()
+    for module, example in inputs.items():
         size, dtype = example.shape[-1], example.dtype
-        kind = (kind_of(module), f"rows of {size}", str(dtype).removeprefix("torch."))
-        if kind in tried:
-            continue
-        generator = torch.Generator().manual_seed(size)
-        values = torch.randn(ROWS, size, generator=generator).to(dtype)
-        tried[kind] = try_rows(module, values)
-        yield Operation(*kind, tried[kind])
+        shapes = ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters(recurse=False))
+        name = f"{type(module).__name__}({shapes})"
+        if (name, size, dtype) not in tried:
+            tried.add((name, size, dtype))
+            generator = torch.Generator().manual_seed(size)
+            values = torch.randn(ROWS, size, generator=generator).to(dtype)
+            yield Operation(name, f"rows of {size}", _name(dtype), try_rows(module, values))
 
 
-def kind_of(module: nn.Module) -> str:
-    """The class of a layer and the shapes of its weights."""
-    shapes = ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters(recurse=False))
-    return f"{type(module).__name__}({shapes})"
+def of_attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> Operation:
+    """Try attention with ``heads`` of queries and ``kv_heads`` of keys, of ``size`` numbers."""
+    shape = f"{heads} heads of queries, {kv_heads} of keys, of {size}"
+    differs = try_attention(heads, kv_heads, size, dtype, torch.get_num_threads())
+    return Operation("attention", shape, _name(dtype), differs)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

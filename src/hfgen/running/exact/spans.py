@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -63,12 +64,11 @@ class Span:
 
     def take(self, states: Tensor, n_keys: int) -> Tensor:
         """The first keys or values ``(rows, heads, n_keys, size)`` of these rows, and zeros where they have none."""
-        states = states[self.rows]
-        if self.columns is not None:
-            states = states[:, :, self.columns[: n_keys - self.n_dropped]]
-        else:
-            states = states[:, :, self.start : self.start + n_keys - self.n_dropped]
-        n_behind = n_keys - self.n_dropped - states.shape[2]
+        n_held = n_keys - self.n_dropped
+        columns = slice(self.start, self.start + n_held)
+        states = states[self.rows] if len(states) > 1 else states  # a bias may be of all rows
+        states = states[:, :, columns if self.columns is None else self.columns[:n_held]]
+        n_behind = n_held - states.shape[2]
         if n_behind or self.n_dropped:
             states = F.pad(states, (0, 0, self.n_dropped, n_behind))
         return states
@@ -86,14 +86,10 @@ class Span:
             n_before = max(n_seen - 1, 0) // KEYS * KEYS  # of whole blocks
             allowed = LAST_KEYS.get((like.dtype, like.shape[-1]), (KEYS,))
             n_keys = n_before + next(n for n in allowed if n_before + n >= n_seen)
-            n_tokens = min(n_keys - self.n_dropped, visible.shape[3])
-            zeros = torch.zeros((*visible.shape[:3], n_keys), dtype=like.dtype, device=like.device)
-            hidden = F.pad(
-                ~visible[..., :n_tokens],
-                (self.n_dropped, n_keys - self.n_dropped - n_tokens),
-                value=True,
-            )
-            bias = zeros.masked_fill_(hidden, -torch.inf)
+            n_held = n_keys - self.n_dropped
+            missing = self.n_dropped, max(n_held - visible.shape[3], 0)
+            hidden = F.pad(~visible[..., :n_held], missing, value=True)
+            bias = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
             self._biases[key] = in_tiles(bias.repeat(1, 1, group, 1))
         return self._biases[key]
 
@@ -109,24 +105,11 @@ def in_tiles(rows: Tensor, least: int = 1) -> Tensor:
 
 
 def exact_mask(
-    *,
-    kv_length: int,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **arguments: Any,
+    *, kv_offset: int = 0, attention_mask: Tensor | None = None, **arguments: Any
 ) -> Tensor:
     """The mask ``(rows, 1, queries, keys)`` of transformers' interface, which carries the rows' spans."""
-    mask: Tensor | None = sdpa_mask(
-        kv_length=kv_length,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        **arguments,
-    )
-    assert mask is not None
+    arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Any = sdpa_mask(kv_offset=kv_offset, attention_mask=attention_mask, **arguments)
     mask = mask.contiguous()  # whoever makes it so gets this object, with its spans
     setattr(mask, _SPANS, list(_spans(mask, attention_mask, int(kv_offset))))
     _newest.masks.append(mask)
@@ -193,50 +176,29 @@ def _spans(mask: Tensor, attention_mask: Tensor | None, offset: int) -> Iterator
 
     ``attention_mask (rows, columns)`` is 0 at padding. The cache has dropped ``offset`` columns.
     """
-    ends = _ends(mask)
-    n_rows = len(mask)
-    if attention_mask is None:
-        yield _span(mask, slice(0, n_rows), 0, offset, max(ends))
-        return
-    is_token = attention_mask.bool()
-    firsts = is_token.int().argmax(dim=1).tolist()  # 0 where a row has no token
-    counts = is_token.sum(dim=1).tolist()
-    lasts = (is_token.shape[1] - 1 - is_token.flip(1).int().argmax(dim=1)).tolist()
-    row = 0
-    while row < n_rows:
-        if counts[row] and lasts[row] - firsts[row] + 1 != counts[row]:
-            yield _scattered(mask, row, is_token[row], offset, ends[row])
-            row += 1
-            continue
-        stop = row + 1
-        while (
-            stop < n_rows
-            and firsts[stop] == firsts[row]
-            and (not counts[stop] or lasts[stop] - firsts[stop] + 1 == counts[stop])
-        ):
-            stop += 1
-        yield _span(mask, slice(row, stop), firsts[row], offset, max(ends[row:stop]))
-        row = stop
-
-
-def _ends(mask: Tensor) -> list[int]:
-    """For each row, the number of columns up to the last one that a query sees."""
     is_seen = mask.any(dim=2).any(dim=1)  # (rows, keys)
     columns = torch.arange(1, is_seen.shape[1] + 1, device=mask.device)
-    ends: list[int] = (is_seen * columns).amax(dim=1).tolist()
-    return ends
-
-
-def _span(mask: Tensor, rows: slice, first: int, offset: int, end: int) -> Span:
-    start = max(first - offset, 0)
-    return Span(rows, start, max(offset - first, 0) % KEYS, None, mask[rows, :, :, start:end])
-
-
-def _scattered(mask: Tensor, row: int, is_token: Tensor, offset: int, end: int) -> Span:
-    columns = is_token[offset : offset + end].nonzero()[:, 0]
-    rows = slice(row, row + 1)
-    n_dropped = int(is_token[:offset].sum()) % KEYS
-    return Span(rows, 0, n_dropped, columns, mask[rows][..., columns])
+    ends = (is_seen * columns).amax(dim=1).tolist()  # columns up to the last one that a query sees
+    firsts, is_scattered = [0] * len(mask), [False] * len(mask)
+    if attention_mask is not None:
+        is_token = attention_mask.bool()
+        n_tokens = is_token.sum(dim=1)
+        n_before, n_behind = (x.int().argmax(dim=1) for x in (is_token, is_token.flip(1)))
+        firsts = n_before.tolist()  # 0 where a row has no token
+        is_whole = (n_tokens == 0) | (n_before + n_tokens + n_behind == is_token.shape[1])
+        is_scattered = (~is_whole).tolist()
+    beginnings = [(first, row if is_scattered[row] else -1) for row, first in enumerate(firsts)]
+    stop = 0
+    for (first, row), run in groupby(beginnings):
+        rows = slice(stop, stop + len(list(run)))
+        stop, end = rows.stop, max(ends[rows])
+        if row >= 0:
+            columns = is_token[row, offset : offset + end].nonzero()[:, 0]
+            n_dropped = int(is_token[row, :offset].sum()) % KEYS
+            yield Span(rows, 0, n_dropped, columns, mask[rows][..., columns])
+        else:
+            start, n_dropped = max(first - offset, 0), max(offset - first, 0) % KEYS
+            yield Span(rows, start, n_dropped, None, mask[rows, :, :, start:end])
 
 
 AttentionMaskInterface.register(NAME, exact_mask)

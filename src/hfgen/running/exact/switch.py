@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from .layers import (
     TiledForward,
     check_dropout,
     is_set_here,
+    refusal,
     scans,
     set_forward,
     with_exact_calls,
@@ -39,6 +39,11 @@ T = TypeVar("T", bound=nn.Module)
 
 #: Dtypes whose kernels may pass.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Attributes of configs while a model is exact. Masks read the first one also where models compute attention themselves.
+IMPLEMENTATIONS = {
+    "_attn_implementation_internal": NAME,
+    "_experts_implementation_internal": "eager",
+}
 
 
 class InexactError(ValueError):
@@ -53,12 +58,11 @@ class InexactError(ValueError):
 class Report:
     """``model.exactness``: what was tried. ``str()`` is a line for each kind of operation.
 
-    ``attention`` and ``experts``: the implementations of the model and its parts before, for ``undo``.
+    ``former``: the ``IMPLEMENTATIONS`` of the configs of the model and its parts before, for ``undo``.
     """
 
     operations: tuple[Operation, ...]
-    attention: tuple[tuple[Any, str | None], ...] = field(repr=False)
-    experts: tuple[tuple[Any, str | None], ...] = field(repr=False)
+    former: tuple[tuple[Any, dict[str, Any]], ...] = field(repr=False)
 
     def __str__(self) -> str:
         return "\n".join(f"{o.name} {o.shape} {o.dtype}: exact" for o in self.operations)
@@ -81,16 +85,12 @@ def exact(model: T) -> T:
     """
     _check(model)
     configs = _configs(model)
-    attention = tuple((c, c._attn_implementation) for c in configs)
-    experts = tuple((c, getattr(c, "_experts_implementation", None)) for c in configs)
-    vars(model)["exactness"] = Report((), attention, experts)
+    former = tuple((c, {name: getattr(c, name, None) for name in IMPLEMENTATIONS}) for c in configs)
+    vars(model)["exactness"] = Report((), former)
     try:
         expected = trial.logits_alone(model)
-        for config in configs:  # of models that compute attention by themselves, too: masks read it
-            config._attn_implementation_internal = NAME
-        for config, implementation in experts:
-            if implementation is not None:
-                config._experts_implementation_internal = "eager"
+        for config in configs:
+            vars(config).update(IMPLEMENTATIONS)
         with torch.no_grad():
             shapes = _set_forwards(model)
             operations = _probed(model, shapes)
@@ -105,7 +105,7 @@ def exact(model: T) -> T:
                 f"exact: {type(model).__name__} computes attention in a way that is not understood: its logits would be "
                 "others, not by rounding alone."
             )
-        vars(model)["exactness"] = Report(operations, attention, experts)
+        vars(model)["exactness"] = Report(operations, former)
     except BaseException as error:
         undo(model)
         if isinstance(error, ValueError) and str(error).startswith("exact: "):
@@ -138,11 +138,8 @@ def restore(model: T) -> T:
 def undo(model: nn.Module) -> None:
     """Undo ``exact``: the model is as it was before, kernels of ``hfgen.optimize`` included."""
     report: Report = vars(model).pop("exactness")
-    for config, implementation in report.attention:
-        config._attn_implementation_internal = implementation
-    for config, implementation in report.experts:
-        if implementation is not None:
-            config._experts_implementation_internal = implementation
+    for config, implementations in report.former:
+        vars(config).update(implementations)
     for module in model.modules():
         forward = vars(module).get("forward")
         if is_set_here(forward):
@@ -153,14 +150,14 @@ def undo(model: nn.Module) -> None:
 
 def _configs(model: nn.Module) -> list[Any]:
     """The configs of a model and of its parts."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     pending = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     while pending:
         config = pending.pop()
-        if config is not None and id(config) not in found:
-            found[id(config)] = config
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
             pending += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    return list(configs.values())
 
 
 def _check(model: Any) -> None:
@@ -187,9 +184,9 @@ def _check(model: Any) -> None:
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"exact: the model is on several devices ({places}). Load it on one.")
-    if wrong := [d for d in devices if torch.device(d).type != "cpu"]:
+    if wrong := devices.keys() - {"cpu"}:
         raise ValueError(
-            f"exact: kernels are probed on CPUs so far, but the model is on {wrong[0]}."
+            f"exact: kernels are probed on CPUs so far, but the model is on {wrong.pop()}."
         )
     if getattr(model, "is_quantized", False):
         raise ValueError("exact: the model is quantised. Load it with plain weights.")
@@ -231,42 +228,26 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
     try:
         with _attention_unseen() as shapes, recorder.following():
             trial.run_model(model)
-    except Exception:  # a model with a scan does not take all ways
-        for module in model.modules():
-            if id(module) in recorder.attending:
-                recorder.refused.setdefault(type(module).__name__, recorder.attending[id(module)])
-        _refuse(recorder)
+    except Exception as error:  # a model with a scan does not take all ways
+        for module, function in (recorder.refused | recorder.attending).items():
+            raise refusal(module, function) from error
         raise
-    _refuse(recorder)
+    for module, function in recorder.refused.items():
+        raise refusal(module, function)
     for module in model.modules():
-        if isinstance(packed := vars(module).get("forward"), PackedForward):
-            vars(module)["forward"] = TiledForward(module, packed)
-        elif type(module).forward is nn.Linear.forward:
-            vars(module)["forward"] = TiledForward(module)
-        elif "forward" in vars(module):
-            continue
-        elif id(module) in recorder.attending:
+        forward = vars(module).get("forward")
+        if isinstance(forward, PackedForward) or type(module).forward is nn.Linear.forward:
+            vars(module)["forward"] = TiledForward(module, forward)
+        elif forward is None and module in recorder.attending:
             set_forward(module, with_followed_calls)
-        elif id(module) in recorder.callers:
+        elif forward is None and module in recorder.callers:
             set_forward(module, with_exact_calls)
     return shapes
 
 
-def _refuse(recorder: Recorder) -> None:
-    """Raise ``ValueError`` if a module called a product that tiles do not serve."""
-    for name, function in recorder.refused.items():
-        raise ValueError(
-            f"exact: {name} calls torch's {function} on activations, which is not known to be exact. Models are "
-            "exact whose attention is a softmax of scaled products, with masks of transformers."
-        )
-
-
 @contextmanager
 def _attention_unseen() -> Iterator[set[tuple[int, ...]]]:
-    """Within, a recorder of torch's functions does not see into ``exact_attention``.
-
-    Yields the numbers of heads, of heads of keys, and the size of a head, of all calls.
-    """
+    """Hide the inside of ``exact_attention`` from recorders, and yield its shapes as ``_set_forwards`` returns them."""
     shapes: set[tuple[int, ...]] = set()
 
     def hidden(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -283,50 +264,38 @@ def _attention_unseen() -> Iterator[set[tuple[int, ...]]]:
 
 def _probed(model: Any, shapes: set[tuple[int, ...]]) -> tuple[Operation, ...]:
     """Probe each kind of operation, then the model; raise ``InexactError`` for what is not exact."""
-    examples = _inputs_of_layers(model)
-    found = [*probe.operations(examples)]
-    for heads, n_kv, size in sorted(shapes):
-        differs = probe.try_attention(heads, n_kv, size, model.dtype, torch.get_num_threads())
-        shape = f"{heads} heads of queries, {n_kv} of keys, of {size}"
-        found.append(
-            Operation("attention", shape, str(model.dtype).removeprefix("torch."), differs)
-        )
-    for operation in found:
+    operations = (
+        *probe.operations(_inputs_of_layers(model)),
+        *(probe.of_attention(*shape, model.dtype) for shape in sorted(shapes)),
+    )
+    for operation in operations:
         if operation.differs is not None:
             raise InexactError(
                 f"exact: {operation.name} of {operation.shape} in {operation.dtype} is not exact on this machine "
                 f"({operation.differs}). Another dtype or number of threads may be.",
-                tuple(found),
+                operations,
             )
     if (difference := trial.try_model(model)) is not None:
-        raise InexactError(
-            f"exact: {type(model).__name__} is not exact {difference}.", tuple(found)
-        )
-    return tuple(found)
+        raise InexactError(f"exact: {type(model).__name__} is not exact {difference}.", operations)
+    return operations
 
 
-def _inputs_of_layers(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
+def _inputs_of_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
     """Layers without layers inside that take one tensor of activations, each with an input that it got."""
-    found: dict[str, tuple[nn.Module, Tensor]] = {}
+    inputs: dict[nn.Module, Tensor] = {}
 
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str) -> None:
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        is_layer = not any(module.children()) and not isinstance(module, _ConvNd)
         if (
             is_one
+            and is_layer
             and isinstance(output, Tensor)
             and args[0].dim() > 1
             and args[0].is_floating_point()
         ):
-            found[name] = (module, args[0])
+            inputs[module] = args[0]
 
-    handles = [
-        module.register_forward_hook(partial(note, name=name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if not any(module.children()) and not isinstance(module, _ConvNd)
-    ]
-    try:
+    with trial.hooked(model, note):
         trial.run_model(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+    return inputs

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,17 +30,16 @@ def _rows(model: Any) -> list[Tensor]:
 
 def _padded(model: Any, rows: list[Tensor], side: str) -> dict[str, Tensor]:
     """The rows as a batch, padded on ``side``, with their mask and positions."""
-    length = max(row.shape[1] for row in rows)
-    at = 0 if side == "left" else 1
-    missing = [((length - row.shape[1]), 0)[:: 1 - 2 * at] for row in rows]
+    missing = [max(r.shape[1] for r in rows) - row.shape[1] for row in rows]
+    pads = [(n, 0) if side == "left" else (0, n) for n in missing]
     value = families.position_pad(model)  # such a model counts positions by itself
-    ids = torch.cat(
-        [F.pad(row, pad, value=value or 0) for row, pad in zip(rows, missing, strict=True)]
+    ids = [F.pad(row, pad, value=value or 0) for row, pad in zip(rows, pads, strict=True)]
+    mask = torch.cat(
+        [F.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)]
     )
-    ones = [F.pad(torch.ones_like(row), pad) for row, pad in zip(rows, missing, strict=True)]
-    inputs = {"input_ids": ids, "attention_mask": torch.cat(ones)}
+    inputs = {"input_ids": torch.cat(ids), "attention_mask": mask}
     if value is None:
-        inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     return inputs
 
 
@@ -51,10 +51,9 @@ def drops_positions(model: Any) -> bool:
     """Whether ``generate`` forwards the model without positions, so that padding on the left counts."""
     if model.config.is_encoder_decoder or "position_ids" not in families.parameters(model.forward):
         return False
-    inputs = _padded(model, _rows(model), "left")
-    prepared = model.prepare_inputs_for_generation(
-        **inputs, is_first_iteration=True, use_cache=False
-    )
+    inputs: dict[str, Any] = _padded(model, _rows(model), "left")
+    is_first = {"is_first_iteration": True, "use_cache": False}
+    prepared = model.prepare_inputs_for_generation(**inputs, **is_first)
     return "position_ids" in inputs and prepared.get("position_ids") is None
 
 
@@ -111,53 +110,45 @@ def ways(model: Any) -> dict[str, Way]:
         "padded on the left": lambda: [
             logits[-n:] for logits, n in zip(_logits(model, left), TOKENS, strict=True)
         ],
-        "in steps with a cache": lambda: _in_steps(model, left),
+        "in steps with a cache": lambda: [
+            logits[-n:] for logits, n in zip(_in_steps(model, left, {}), TOKENS, strict=True)
+        ],
     }
 
 
-def _in_steps(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
-    longest, logits = max(TOKENS), []
+def _in_steps(model: Any, tokens: dict[str, Tensor], encoded: dict[str, Any]) -> Tensor:
+    """The logits of a decoder's ``tokens`` and their mask and positions, ``(rows, tokens, vocab)``."""
     past: dict[str, Any] = {}
+    logits = []
     name = families.cache_argument(model)
-    bounds = [0, *(longest - sum(STEPS[n:]) for n in range(len(STEPS) + 1))]
+    length = next(iter(tokens.values())).shape[1]
+    bounds = [0, *(length - sum(STEPS[n:]) for n in range(len(STEPS) + 1))]
     for start, stop in itertools.pairwise(bounds):
-        part = {name: value[:, start:stop] for name, value in inputs.items()}
-        part["attention_mask"] = inputs["attention_mask"][:, :stop]
-        output = _forward(model, {**part, **past, "use_cache": True})
+        part = {name: value[:, start:stop] for name, value in tokens.items()}
+        if "attention_mask" in tokens:
+            part["attention_mask"] = tokens["attention_mask"][:, :stop]
+        output = _forward(model, {**encoded, **part, **past, "use_cache": True})
         logits.append(output.logits)
         past = {name: getattr(output, name)}
-    together = torch.cat(logits, dim=1)
-    return [row[-n:] for row, n in zip(together, TOKENS, strict=True)]
+    return torch.cat(logits, dim=1)
 
 
 def _ways_of_encoder_decoder(model: Any, rows: list[Tensor]) -> dict[str, Way]:
     """The same where ``rows`` are inputs of an encoder; the decoder's tokens are those of the second row."""
-    decoded = rows[1][:, :6]
+    decoded = {"decoder_input_ids": rows[1][:, :6]}
+    repeated = {"decoder_input_ids": rows[1][:, :6].expand(len(rows), -1)}
     inputs = _padded(model, rows, "right")
 
-    def alone() -> list[Tensor]:
-        return [_logits(model, {"input_ids": row, "decoder_input_ids": decoded})[0] for row in rows]
-
-    def in_batch() -> list[Tensor]:
-        ids = decoded.expand(len(rows), -1)
-        return list(_logits(model, {**inputs, "decoder_input_ids": ids}))
-
     def in_steps() -> list[Tensor]:
-        logits = []
-        states = model.get_encoder()(
-            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], return_dict=True
-        )
-        past: dict[str, Any] = {"encoder_outputs": states}
-        for start, stop in ((0, 3), (3, 4), (4, 6)):
-            ids = decoded[:, start:stop].expand(len(rows), -1)
-            output = _forward(
-                model, {**inputs, **past, "decoder_input_ids": ids, "use_cache": True}
-            )
-            logits.append(output.logits)
-            past = {"past_key_values": output.past_key_values, "encoder_outputs": states}
-        return list(torch.cat(logits, dim=1))
+        prompt = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        states = model.get_encoder()(**prompt, return_dict=True)
+        return list(_in_steps(model, repeated, {**inputs, "encoder_outputs": states}))
 
-    return {"alone": alone, "padded on the right": in_batch, "in steps with a cache": in_steps}
+    return {
+        "alone": lambda: [_logits(model, {"input_ids": row, **decoded})[0] for row in rows],
+        "padded on the right": lambda: list(_logits(model, {**inputs, **repeated})),
+        "in steps with a cache": in_steps,
+    }
 
 
 def _forward(model: Any, arguments: dict[str, Any]) -> Any:
@@ -171,42 +162,45 @@ def _logits(model: Any, arguments: dict[str, Any]) -> Tensor:
     return logits
 
 
+@contextmanager
+def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    """Within, each module calls ``hook(module, args, kwargs, output)`` after its forward."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+        yield
+
+
 def first_difference(model: nn.Module, alone: Way, beside: Way, row: int) -> str:
     """The first layer whose output for the tokens of ``row`` differs between two ways to compute it."""
     outputs: list[list[tuple[str, Tensor]]] = [[], []]
     names = {module: name for name, module in model.named_modules()}
-    for way, found in zip((alone, beside), outputs, strict=True):
+    for way, way_outputs in zip((alone, beside), outputs, strict=True):
 
-        def note(module: nn.Module, args: Any, output: Any, found: Any = found) -> None:
+        def note(
+            module: Any, args: Any, kwargs: Any, output: Any, noted: Any = way_outputs
+        ) -> None:
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, Tensor):
-                found.append((f"{names[module]} ({type(module).__name__})", output))
+                noted.append((f"{names[module]} ({type(module).__name__})", output))
 
-        handles = [module.register_forward_hook(note) for module in names]
-        try:
+        with hooked(model, note):
             way()
-        finally:
-            for handle in handles:
-                handle.remove()
     in_way: dict[str, list[Tensor]] = {}
     for name, output in outputs[1]:
         in_way.setdefault(name, []).append(output)
     calls: Counter[str] = Counter()
     for name, output in outputs[0]:
-        is_own = calls[name] == row  # each layer is called once for each row that is alone
         calls[name] += 1
-        is_compared = is_own and output.dim() == 3 and name in in_way
-        if is_compared and not _is_in(output[0], in_way[name], row):
+        if calls[name] != row + 1 or output.dim() != 3:  # a layer is called once for each row
+            continue
+        size, others = output.shape[1:], in_way.get(name, [])
+        parts = [o[row] for o in others if o.dim() == 3 and row < len(o) and o.shape[2] == size[1]]
+        if sum(map(len, parts)) < size[0]:
+            continue  # rows and tokens in another order: the next layer tells
+        tokens = torch.cat(parts)
+        if not any(
+            torch.equal(output[0], part) for part in (tokens[: size[0]], tokens[-size[0] :])
+        ):
             return f"the first layer with another output is {name}"
     return "no layer's output differs, but the logits do"
-
-
-def _is_in(own: Tensor, others: list[Tensor], row: int) -> bool:
-    """Whether the tokens of ``own (tokens, size)`` stand in what a layer gave for ``row`` in all its calls."""
-    both = [o[row] for o in others if o.dim() == 3 and row < len(o) and o.shape[2] == own.shape[1]]
-    if not both or sum(map(len, both)) < len(own):
-        return True  # rows and tokens in another order: the next layer tells
-    there = torch.cat(both)
-    return any(
-        torch.equal(own, there[start : start + len(own)]) for start in {0, len(there) - len(own)}
-    )
