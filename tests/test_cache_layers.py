@@ -21,7 +21,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 import hfgen
 from hfgen.memory.caches import layers
 from hfgen.memory.caches.dynamic import GrowingCache
-from hfgen.memory.caches.joining import append
+from hfgen.memory.caches.slots import append
 from tests import tiny
 from tests.parity.family import seeded
 

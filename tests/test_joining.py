@@ -19,7 +19,7 @@ import hfgen
 from hfgen.decoding.loop import steps
 from hfgen.decoding.strategies import Sample
 from hfgen.memory.batch import Batch
-from hfgen.memory.caches import growing, joining
+from hfgen.memory.caches import growing, slots
 from hfgen.prepare.stages import prepare
 from hfgen.running import hides_padding
 from hfgen.state.call import Request
@@ -380,11 +380,11 @@ def test_the_bytes_of_a_row_are_foretold(family: str) -> None:
     for n_more in range(1, 40):
         decode(model, batch)
         if n_more % 13 == 0:
-            foretold = joining.bytes_of_row(cache, 100), joining.bytes_of_row(cache, now + n_more)
+            foretold = slots.bytes_of_row(cache, 100), slots.bytes_of_row(cache, now + n_more)
             assert foretold[1] == held_bytes(cache) // 2
     start = begun(model, input_ids=tiny.prompt(2) % 60)
     (cache,) = start.caches.values()
-    assert foretold == (joining.bytes_of_row(cache, 100), joining.bytes_of_row(cache, now + 39))
+    assert foretold == (slots.bytes_of_row(cache, 100), slots.bytes_of_row(cache, now + 39))
 
 
 def held_bytes(cache: Any) -> int:

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from hfgen.memory.caches import growing, joining, slots
+from hfgen.memory.caches import growing, slots
 from hfgen.memory.caches.dynamic import GrowingCache, GrowingLayer, as_growing
 from hfgen.memory.caches.growing import GrowableTensor, GrowthPolicy
 
@@ -251,12 +251,12 @@ def test_gradients_flow_through_rows_that_join() -> None:
 def test_copies_hold_their_rows_and_go_on_alone(how: Any) -> None:
     layer: Any = as_growing(DynamicLayer(), GrowthPolicy())
     layer.update(states(2, 9), states(2, 9))
-    slots.join(layer, layer_of(1, 4))
+    slots.append(Cache(layers=[layer]), Cache(layers=[layer_of(1, 4)]))
     twin = how(layer)
     before = layer.keys.clone()
     assert torch.equal(twin.keys, before)
-    slots.join(twin, layer_of(1, 12))
-    slots.move(twin, *leaving(0, len(twin.keys)))
+    slots.append(Cache(layers=[twin]), Cache(layers=[layer_of(1, 12)]))
+    slots.move(Cache(layers=[twin]), *leaving(0, len(twin.keys)))
     assert torch.equal(layer.keys, before)
 
 
@@ -292,8 +292,8 @@ def test_a_window_keeps_its_room_for_rows() -> None:
     other = copy.deepcopy(layer)
     layer.update(states(1, 30), states(1, 30))
     other.update(states(1, 4), states(1, 4))
-    slots.join(layer, other)
-    slots.join(layer, other)
+    slots.append(Cache(layers=[layer]), Cache(layers=[other]))
+    slots.append(Cache(layers=[layer]), Cache(layers=[other]))
     assert len(layer._keys.buffer) == 4
     for _ in range(50):
         keys, _ = layer.update(states(3, 1), states(3, 1))
@@ -320,12 +320,12 @@ def all_states(layer: LinearAttentionLayer) -> list[Tensor]:
 def test_linear_states_join_leave_and_move() -> None:
     layer, other = linear(3), linear(1)
     before = [torch.cat(pair) for pair in zip(all_states(layer), all_states(other), strict=True)]
-    slots.join(layer, other)
+    slots.append(Cache(layers=[layer]), Cache(layers=[other]))
     assert all(map(torch.equal, all_states(layer), before))
-    slots.move(layer, *leaving(1, 4))
+    slots.move(Cache(layers=[layer]), *leaving(1, 4))
     for now, then in zip(all_states(layer), before, strict=True):
         assert torch.equal(now, then[[0, 3, 2]])
-    slots.move(layer, torch.tensor([2, 1, 2]), torch.tensor([0]))
+    slots.move(Cache(layers=[layer]), torch.tensor([2, 1, 2]), torch.tensor([0]))
     for now, then in zip(all_states(layer), before, strict=True):
         assert torch.equal(now, then[[2, 3, 2]])
 
@@ -333,11 +333,11 @@ def test_linear_states_join_leave_and_move() -> None:
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_of_linear_states_go_on_alone(how: Any) -> None:
     layer, other = linear(3), linear(1)
-    slots.join(layer, other)
+    slots.append(Cache(layers=[layer]), Cache(layers=[other]))
     twin = how(layer)
     before = [tensor.clone() for tensor in all_states(layer)]
-    slots.join(twin, other)
-    slots.move(twin, *leaving(0, 5))
+    slots.append(Cache(layers=[twin]), Cache(layers=[other]))
+    slots.move(Cache(layers=[twin]), *leaving(0, 5))
     assert all(map(torch.equal, all_states(layer), before))
     for now, then, added in zip(all_states(twin), before, all_states(other), strict=True):
         assert torch.equal(now, torch.cat([added, then[1:]]))
@@ -355,12 +355,12 @@ def test_the_keys_of_encoders_join_in_place_and_stay_when_columns_are_trimmed() 
 
     cache, other = made(40), made(30)
     for _ in range(2):
-        joining.append(cache, other)
+        slots.append(cache, other)
     layer = cache.cross_attention_cache.layers[0]
     first = place(layer.keys)
-    joining.append(cache, other)
-    joining.move(cache, *leaving(1, 4))
-    joining.trim(cache, 2)
+    slots.append(cache, other)
+    slots.move(cache, *leaving(1, 4))
+    slots.trim(cache, 2)
     layer = cache.cross_attention_cache.layers[0]
     assert place(layer.keys) == first
     assert layer.keys.shape == (3, HEADS, 40, SIZE)
@@ -373,7 +373,7 @@ def test_a_cache_that_moves_its_layers_is_refused() -> None:
     other = copy.deepcopy(cache)
     cache.offloading = True
     with pytest.raises(ValueError, match="DynamicCache that moves layers between devices"):
-        joining.append(cache, other)
+        slots.append(cache, other)
 
 
 class Plain(DynamicLayer):
@@ -413,15 +413,15 @@ def own(kind: type, n_tokens: int, size: int = SIZE) -> Own:
 def test_a_layer_of_ones_own_declares_by_its_methods() -> None:
     cache, other = own(Counting, 3), own(Counting, 5)
     keys, added = cache.layers[0].keys, other.layers[0].keys
-    joining.append(cache, other)
+    slots.append(cache, other)
     assert torch.equal(cache.layers[0].keys[:1, :, 2:], keys)
-    joining.move(cache, *leaving(0, 2))
+    slots.move(cache, *leaving(0, 2))
     assert torch.equal(cache.layers[0].keys, added)
-    joining.trim(cache, 2)
+    slots.trim(cache, 2)
     assert cache.get_seq_length() == 3
-    assert joining.bytes_of_row(cache, 7) == 1007
+    assert slots.bytes_of_row(cache, 7) == 1007
     with pytest.raises(ValueError, match=r"Counting with {'size': 8} cannot be put into"):
-        joining.append(cache, own(Counting, 3, size=8))
+        slots.append(cache, own(Counting, 3, size=8))
 
 
 def test_a_layer_of_ones_own_that_declares_nothing_is_refused() -> None:
@@ -429,12 +429,11 @@ def test_a_layer_of_ones_own_that_declares_nothing_is_refused() -> None:
     inside = GrowingCache()
     inside.layers = [cache.layers[0]]
     for each, name in ((cache, "a Own"), (inside, "a Plain, a layer of DynamicCache")):
-        assert not slots.is_declared(each.layers[0])
         for operation in (
-            lambda each=each: joining.append(each, copy.deepcopy(each)),
-            lambda each=each: joining.move(each, *leaving(0, 2)),
-            lambda each=each: joining.trim(each, 1),
-            lambda each=each: joining.bytes_of_row(each, 1),
+            lambda each=each: slots.append(each, copy.deepcopy(each)),
+            lambda each=each: slots.move(each, *leaving(0, 2)),
+            lambda each=each: slots.trim(each, 1),
+            lambda each=each: slots.bytes_of_row(each, 1),
         ):
             with pytest.raises(ValueError, match=f"{name}.*`hfgen.memory.caches.slots.Slots`"):
                 operation()

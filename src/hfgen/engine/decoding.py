@@ -13,7 +13,7 @@ from ..decoding.drafters.memory import SuffixMemory
 from ..decoding.drafters.schedule import Depths
 from ..decoding.strategies.sample import Sample
 from ..memory.batch import Batch
-from ..memory.caches import joining
+from ..memory.caches import slots
 from ..memory.caches.dynamic import GrowingCache
 from ..memory.caches.layers import count, decoder_cache
 from ..memory.caches.quantized import QuantizedCache
@@ -133,7 +133,7 @@ class Decoding:
                 f"({type(cache).__name__}), so its rows cannot share a batch with others. Decode it "
                 "with `generate`."
             )
-        joining.check_declared(cache)
+        slots.check_declared(cache)
 
     @property
     def reads_ids_alone(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..memory.batch import Batch
-from ..memory.caches import joining
+from ..memory.caches import slots
 from .scheduler import Chunk
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Memory:
 
     def measure(self, cache: Any) -> None:
         """Set the bytes of a row of each length, from a cache that holds tokens."""
-        self.measured = [joining.bytes_of_row(cache, n) for n in LENGTHS]
+        self.measured = [slots.bytes_of_row(cache, n) for n in LENGTHS]
 
     def needed(self, n_rows: int, n_tokens: int) -> float:
         """Bytes of ``n_rows`` of ``n_tokens`` each; 0 before ``measure``."""
@@ -89,7 +89,7 @@ def make_way(steps: Steps) -> None:
                 decoding.waiting_rows = joined.extract(decoding)
                 steps.joined = [rows for rows in steps.joined if len(rows)]
             for cache in decoding.waiting_rows.caches.values():
-                joining.move_to(cache, HOST)
+                slots.move_to(cache, HOST)
             with steps.lock:
                 scheduler.readmit(item)
             steps.stats.n_taken_out += 1
@@ -105,7 +105,7 @@ def put_back(steps: Steps, chunk: Chunk) -> bool:
     with steps.failures_of(request):
         batch, decoding.waiting_rows = decoding.waiting_rows, None
         for cache in batch.caches.values():
-            joining.move_to(cache, decoding.run.ids.device)
+            slots.move_to(cache, decoding.run.ids.device)
         if decodes:
             steps.place(decoding, batch)
             steps.scheduler.advance(chunk.item, 0)

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from ..state.call import ModelKwargs
-from .caches import growing, joining, layers
+from .caches import growing, layers, slots
 
 #: ``change(tensor, dim)``: what a tensor with rows in dimension ``dim`` becomes.
 Change = Callable[[Tensor, int], Tensor]
@@ -124,9 +124,9 @@ class Batch:
                     f"Rows of `{name}` cannot be joined: without `encoder_outputs`, it is not known what "
                     "its other part attends to. Decode these prompts with `generate`."
                 )
-            joining.check(cache, other.caches[name])
+            slots.check(cache, other.caches[name])
         for name, cache in self.caches.items():
-            joining.append(cache, other.caches[name])
+            slots.append(cache, other.caches[name])
             joined[name] = cache
         both = (self.ids, other.ids)
         length = max(ids.shape[1] for ids in both)
@@ -150,7 +150,7 @@ class Batch:
     def extract(self, index: Tensor) -> Batch:
         """A batch of copies of the rows ``index (wanted,)``; these stay. Raises as ``leave``."""
         index = index.to(self.ids.device)
-        extracted = {id(cache): joining.extract(cache, index) for cache in self.caches.values()}
+        extracted = {id(cache): slots.extract(cache, index) for cache in self.caches.values()}
         kwargs: ModelKwargs = {
             name: extracted.get(id(value)) or take_rows(value, index, len(self), name)
             for name, value in self.model_kwargs.items()
@@ -163,7 +163,7 @@ class Batch:
         if len(changed) or len(index) < len(self):
             index, changed = index.to(self.ids.device), changed.to(self.ids.device)
             for cache in self.caches.values():
-                joining.move(cache, index, changed)
+                slots.move(cache, index, changed)
             self.take_arguments(index)
 
     def move_gaps(self, is_gap: Tensor) -> None:
@@ -173,7 +173,7 @@ class Batch:
         """
         columns = is_gap.logical_not().long().argsort(dim=1, stable=True)
         for cache in self.caches.values():
-            joining.arrange(cache, columns[:, :-1])
+            slots.arrange(cache, columns[:, :-1])
         for name, value in self.model_kwargs.items():
             if TOKEN_DIM.get(name) == -1 and isinstance(value, Tensor):
                 self.model_kwargs[name] = value.gather(-1, columns.expand_as(value))
@@ -188,7 +188,7 @@ class Batch:
         if not 0 <= n_tokens < length:
             raise ValueError(f"`n_tokens`={n_tokens!r} cannot be trimmed from {length} columns.")
         for cache in self.caches.values():
-            joining.trim(cache, n_tokens)
+            slots.trim(cache, n_tokens)
         encoder_masks = {"attention_mask"} - {_own_mask(self.model_kwargs)}
         for name, value in self.model_kwargs.items():
             dim = None if name in encoder_masks else TOKEN_DIM.get(name)
@@ -220,24 +220,20 @@ def _own_mask(kwargs: ModelKwargs) -> str:
 
 def _with_masks(batch: Batch, other: Batch) -> list[ModelKwargs]:
     """The arguments of both, with masks of ones where only one has a mask, or lengths differ."""
-    both = [(b.ids, dict(b.model_kwargs)) for b in (batch, other)]
-    name = _own_mask(batch.model_kwargs)
-    has_mask = any(kwargs.get(name) is not None for _, kwargs in both)
-    if has_mask or batch.ids.shape[1] != other.ids.shape[1]:
-        for ids, kwargs in both:
-            if kwargs.get(name) is None:
-                kwargs[name] = torch.ones_like(ids)
-    encoded: list[Any] = [kwargs.get("encoder_outputs") for _, kwargs in both]
+    both = [dict(batch.model_kwargs), dict(other.model_kwargs)]
+    masked = [(_own_mask(batch.model_kwargs), [batch.ids, other.ids])]
+    encoded: list[Any] = [kwargs.get("encoder_outputs") for kwargs in both]
     if None not in encoded:
-        has_mask = any(kwargs.get("attention_mask") is not None for _, kwargs in both)
-        if has_mask or encoded[0][0].shape[1] != encoded[1][0].shape[1]:
-            for (ids, kwargs), output in zip(both, encoded, strict=True):
-                states = output[0]
-                if kwargs.get("attention_mask") is None:
+        masked.append(("attention_mask", [output[0] for output in encoded]))
+    for name, tokens in masked:  # (rows, length) ids, or (rows, length, size) states
+        has_mask = any(kwargs.get(name) is not None for kwargs in both)
+        if has_mask or tokens[0].shape[1] != tokens[1].shape[1]:
+            for kwargs, of_mask in zip(both, tokens, strict=True):
+                if kwargs.get(name) is None:
                     # ProphetNet multiplies a mask by float64's lowest number: others would overflow.
-                    dtype = torch.float64 if states.dtype == torch.float64 else None
-                    kwargs["attention_mask"] = ids.new_ones(states.shape[:2], dtype=dtype)
-    return [kwargs for _, kwargs in both]
+                    dtype = torch.float64 if of_mask.dtype == torch.float64 else torch.long
+                    kwargs[name] = of_mask.new_ones(of_mask.shape[:2], dtype=dtype)
+    return both
 
 
 def _joined(name: str, one: Any, two: Any, n_rows: tuple[int, int]) -> Any:

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 from .. import families
 from ..decoding.loop import commit
 from ..memory.batch import Batch, OfBatch, take_rows
-from ..memory.caches import joining, slots
+from ..memory.caches import slots
 from ..memory.caches.dynamic import upstream_kind
 from ..memory.caches.layers import layers_of, roll_back
 from ..running import hides_padding, last_logits, next_token, prefill, resized
@@ -73,7 +73,7 @@ class States(OfBatch):
                 f"{type(model).__name__} decodes without a cache of a known kind, so its rows cannot be "
                 "rewound or forked. Decode them with `generate`."
             )
-        joining.check_declared(states.cache)
+        slots.check_declared(states.cache)
         row.n_cached = row.n_prompt
         row.outputs = states.outputs_of(outputs, 0)
 

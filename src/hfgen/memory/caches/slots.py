@@ -1,7 +1,9 @@
-"""How the rows of one layer join, leave and lose columns, for each class of layer.
+"""In-place operations on a cache: rows join, rows leave, and columns that are padding in all rows go.
 
-Of a layer of transformers' kinds, ``STATES`` lists what it keeps of a row. A layer of another class has
-the methods of ``Slots``.
+A cache holds the rows of a batch: all end in the same column, and shorter ones have zeros before them, which
+attention masks have to hide. Its buffers have room: a row that joins writes only its own states, and a row that
+leaves lets the last one move. All operations raise ``ValueError``, before anything is changed, for layers that do
+not declare how their rows join and leave: by a kind in ``DECLARED``, or by the methods of ``Slots``.
 """
 
 from __future__ import annotations
@@ -11,17 +13,24 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers import EncoderDecoderCache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from ... import families
-from .dynamic import KINDS, upstream_kind
-from .growing import GrowableTensor, is_nothing, padded
+from .dynamic import KINDS, as_growing, upstream_kind
+from .growing import GrowableTensor, GrowthPolicy, is_nothing, padded
+from .layers import decoder_cache, is_foreign_part
 
 #: The kinds of layers whose rows join and leave. A subclass of them may have more states than ``STATES``.
 DECLARED = (*KINDS, LinearAttentionLayer, *families.EMPTY_LAYERS)
 
-#: What a layer keeps of a row, by the name of the attribute, which is a tensor or a dict of tensors: the
-#: dimension of the rows, and that of the tokens; ``None`` for a state of all tokens at once.
+#: What a layer of these kinds keeps of a row, by the name of the attribute, which is a tensor or a dict of tensors:
+#: the dimension of the rows, and that of the tokens; ``None`` for a state of all tokens at once.
 STATES = {
     "keys": (0, -2),
     "values": (0, -2),
@@ -63,9 +72,196 @@ def has_methods(layer: Any) -> bool:
     return all(callable(getattr(layer, name, None)) for name in METHODS)
 
 
-def is_declared(layer: Any) -> bool:
-    """Whether it is known how rows join the layer and leave it."""
-    return has_methods(layer) or upstream_kind(layer) in DECLARED
+# ---------------------------------------------------------------- caches
+
+
+def append(cache: Any, other: Any) -> None:
+    """Append the rows of ``other``, which stays; zeros are put before shorter ones. Raises as ``check``."""
+    check(cache, other)
+    for layer, added in zip(_layers_with_room(cache), _layers(other), strict=True):
+        if has_methods(layer):
+            layer.join_rows(added)
+        else:
+            _join(layer, added)
+
+
+def extract(cache: Any, index: Tensor) -> Any:
+    """A cache of the rows ``index (wanted,)`` alone; ``cache`` stays as it is, and shares no memory with it."""
+    twin = copy.copy(cache)
+    if isinstance(cache, EncoderDecoderCache):
+        twin.self_attention_cache = extract(cache.self_attention_cache, index)
+        twin.cross_attention_cache = extract(cache.cross_attention_cache, index)
+        twin.is_updated = dict(cache.is_updated)
+        return twin
+    twin.layers = []
+    for layer in _layers_with_room(cache):
+        if has_methods(layer):
+            copied = copy.deepcopy(layer)
+            copied.reorder_cache(index)
+        else:
+            copied = copy.copy(layer)
+            for name, value in vars(layer).items():
+                if isinstance(value, dict):  # of tensors, which are replaced below
+                    setattr(copied, name, dict(value))
+            for place in states_of(copied):
+                _take_state(copied, place, index)
+        twin.layers.append(copied)
+    return twin
+
+
+def move_to(cache: Any, device: torch.device) -> None:
+    """Move the states to the host, or back; between the two, no rows join or leave."""
+    for layer in _layers(cache):
+        layer.offload() if device.type == "cpu" else layer.prefetch()
+
+
+def move(cache: Any, index: Tensor, changed: Tensor) -> None:
+    """Row ``i`` becomes old row ``index[i]``, of no more rows; only the rows ``changed`` are written."""
+    for layer in _layers_with_room(cache):
+        if has_methods(layer):
+            layer.reorder_cache(index)
+            continue
+        growables = _growables_of(layer)
+        for place in states_of(layer).keys() - growables.keys():
+            _take_state(layer, place, index)
+        for states in growables.values():
+            states.move(index, changed)
+
+
+def arrange(cache: Any, columns: Tensor) -> None:
+    """Reorder the tokens of each row in place: token ``j`` of row ``i`` becomes its old ``columns[i, j]``.
+
+    All layers have to be of full attention (``layers.keeps_all_tokens``).
+    """
+    for layer in _layers_with_room(cache):
+        for states in _growables_of(layer).values():
+            states.arrange(columns)
+
+
+def trim(cache: Any, n_tokens: int) -> None:
+    """Drop the first ``n_tokens`` columns of the decoder, which masks have to hide. Nothing is copied."""
+    check_declared(cache)
+    length = _length(cache)
+    if n_tokens < 0 or (length and n_tokens >= length):
+        raise ValueError(f"`n_tokens`={n_tokens!r} cannot be trimmed from {length} columns.")
+    for layer in _layers_with_room(decoder_cache(cache)):
+        if has_methods(layer):
+            layer.trim_tokens(n_tokens)
+        # Another length: keys of an image, which have columns of their own. No keys: the cache is not used.
+        elif (
+            isinstance(layer, DynamicLayer)
+            and layer.get_seq_length() == length
+            and layer.keys is not None
+        ):
+            n_held = layer.keys.shape[-2]  # a window may have dropped some already
+            for states in _growables_of(layer).values():
+                states.drop_first(n_held - min(n_held, length - n_tokens))
+            if getattr(layer, "indexer_position_ids", None) is not None:
+                layer.indexer_position_ids = layer.indexer_position_ids[..., n_tokens:]
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = length - n_tokens
+
+
+def bytes_of_row(cache: Any, n_tokens: int) -> int:
+    """Bytes that one row of ``n_tokens`` takes in a cache like this one, which holds tokens already.
+
+    What grows is extrapolated, windows up to their size; other states count as they are. Spare room of
+    buffers comes on top (``GrowthPolicy``).
+    """
+    check_declared(cache)
+    length, total = _length(cache), 0
+    for layer in _layers(cache):
+        is_decoders = layer in decoder_cache(cache).layers
+        if hasattr(layer, "bytes_of_row"):
+            total += int(layer.bytes_of_row(n_tokens if is_decoders else 0))
+            continue
+        grows = is_decoders and isinstance(layer, DynamicLayer) and layer.get_seq_length() == length
+        most = getattr(layer, "sliding_window", n_tokens + 1) - 1 or n_tokens
+        for (name, index), tensor in states_of(layer).items():
+            row_dim, token_dim = STATES[name]
+            of_row = tensor.nbytes // max(tensor.shape[row_dim], 1)
+            if grows and index is None and token_dim is not None:
+                of_row = of_row // max(tensor.shape[token_dim], 1) * min(n_tokens, most)
+            total += of_row
+    return total
+
+
+def check(cache: Any, other: Any) -> None:
+    """Raise ``ValueError`` for layers of another number, kind or ``form``, or that declare nothing."""
+    check_declared(cache)
+    check_declared(other)
+    for part, added_part in zip(_parts(cache), _parts(other), strict=True):
+        if len(part.layers) != len(added_part.layers):
+            raise ValueError(
+                f"Rows of a cache of {len(added_part.layers)} layers cannot be put into one of "
+                f"{len(part.layers)} layers."
+            )
+    for layer, added in zip(_layers(cache), _layers(other), strict=True):
+        kind, added_kind = upstream_kind(layer), upstream_kind(added)
+        form, added_form = _form(layer), _form(added)
+        if kind is not added_kind or form != added_form:
+            raise ValueError(
+                f"Rows of a {added_kind.__name__} with {added_form} cannot be put into a "
+                f"{kind.__name__} with {form}."
+            )
+
+
+def check_declared(cache: Any) -> None:
+    """Raise ``ValueError`` for a layer that does not declare how its rows join and leave."""
+    for part in _parts(cache):
+        name, layers = type(part).__name__, getattr(part, "layers", None)
+        if getattr(part, "offloading", False):
+            unknown = f"{name} that moves layers between devices by itself"
+        elif layers is None or (
+            # A model's own class of cache may have more states than its layers have: MiniMax's does.
+            is_foreign_part(part) and not all(map(has_methods, layers))
+        ):
+            unknown = name
+        elif undeclared := [
+            layer
+            for layer in layers
+            if not (has_methods(layer) or upstream_kind(layer) in DECLARED)
+        ]:
+            unknown = f"{type(undeclared[0]).__name__}, a layer of {name}"
+        else:
+            continue
+        raise ValueError(
+            f"It is not known how rows join and leave a {unknown}. Decode these prompts with "
+            "`generate`, or give the layers the methods of `hfgen.memory.caches.slots.Slots`."
+        )
+
+
+def _parts(cache: Any) -> list[Any]:
+    """The caches that have rows: of an encoder-decoder's, those of self-attention and of the encoder."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
+
+
+def _layers(cache: Any) -> list[Any]:
+    return [layer for part in _parts(cache) for layer in part.layers]
+
+
+def _length(cache: Any) -> int:
+    """How many columns the rows have; 0 if no layer counts them."""
+    decoder = decoder_cache(cache)
+    counts_tokens = any(isinstance(layer, CacheLayerMixin) for layer in decoder.layers)
+    return int(decoder.get_seq_length()) if counts_tokens else 0
+
+
+def _layers_with_room(cache: Any) -> list[Any]:
+    """The layers, as such that rows can join in place and that do not end with the first call."""
+    check_declared(cache)
+    for part in _parts(cache):
+        growth = getattr(part, "_growth", None) or GrowthPolicy(2 * len(part.layers) or 1)
+        growth.max_length = None
+        part.layers = [
+            layer if has_methods(layer) else as_growing(layer, growth) for layer in part.layers
+        ]
+    return _layers(cache)
+
+
+# ---------------------------------------------------------------- layers of transformers' kinds
 
 
 def states_of(layer: Any) -> dict[Place, Tensor]:
@@ -80,13 +276,13 @@ def states_of(layer: Any) -> dict[Place, Tensor]:
     return states
 
 
-def growables_of(layer: Any) -> dict[Place, GrowableTensor]:
+def _growables_of(layer: Any) -> dict[Place, GrowableTensor]:
     """The storage of the states that grow in place. No other tensor of them may be held meanwhile."""
     storages = {(name, i): vars(layer).get(f"_{name}") for name, i in states_of(layer)}
     return {place: s for place, s in storages.items() if isinstance(s, GrowableTensor)}
 
 
-def set_state(layer: Any, place: Place, tensor: Tensor) -> None:
+def _set_state(layer: Any, place: Place, tensor: Tensor) -> None:
     name, index = place
     if index is None:
         setattr(layer, name, tensor)
@@ -94,13 +290,13 @@ def set_state(layer: Any, place: Place, tensor: Tensor) -> None:
         getattr(layer, name)[index] = tensor
 
 
-def take_state(layer: Any, place: Place, index: Tensor) -> None:
+def _take_state(layer: Any, place: Place, index: Tensor) -> None:
     """Row ``i`` of a state becomes old row ``index[i]``."""
     tensor = states_of(layer)[place]
-    set_state(layer, place, tensor.index_select(STATES[place[0]][0], index.to(tensor.device)))
+    _set_state(layer, place, tensor.index_select(STATES[place[0]][0], index.to(tensor.device)))
 
 
-def form(layer: Any) -> dict[str, Any]:
+def _form(layer: Any) -> dict[str, Any]:
     """What two layers have to have in common: sizes that are neither rows nor tokens."""
     if has_methods(layer):
         return dict(layer.form_of_rows()) if hasattr(layer, "form_of_rows") else {}
@@ -112,15 +308,12 @@ def form(layer: Any) -> dict[str, Any]:
     return common
 
 
-def join(layer: Any, other: Any) -> None:
-    """Append the rows of ``other``, whose ``form`` is the same."""
-    if has_methods(layer):
-        layer.join_rows(other)
-        return
+def _join(layer: Any, other: Any) -> None:
+    """Append the rows of ``other``, whose ``_form`` is the same."""
     has_keys = isinstance(layer, DynamicLayer) and layer.is_initialized
     longest = max(layer.get_seq_length(), other.get_seq_length()) if has_keys else 0
     n_kept = min(longest, getattr(layer, "sliding_window", longest + 1) - 1) or longest
-    growables = growables_of(layer)
+    growables = _growables_of(layer)
     for place, added in states_of(other).items():
         if (growable := growables.get(place)) is not None:
             # A window that records what leaves it holds more than it shows.
@@ -134,75 +327,6 @@ def join(layer: Any, other: Any) -> None:
         if token_dim is not None:
             length = max(tensor.shape[token_dim] for tensor in both)
             both = [padded(tensor, token_dim, length) for tensor in both]
-        set_state(layer, place, torch.cat(both, row_dim))
+        _set_state(layer, place, torch.cat(both, row_dim))
     if has_keys and isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = longest
-
-
-def move(layer: Any, index: Tensor, changed: Tensor) -> None:
-    """Row ``i`` becomes old row ``index[i]``, of no more rows; ``changed`` lists those that differ then."""
-    if has_methods(layer):
-        layer.reorder_cache(index)
-        return
-    growables = growables_of(layer)
-    for place in states_of(layer).keys() - growables.keys():
-        take_state(layer, place, index)
-    for states in growables.values():
-        states.move(index, changed)
-
-
-def arrange(layer: Any, columns: Tensor) -> None:
-    """Token ``j`` of row ``i`` becomes its old token ``columns[i, j]``, in a layer of full attention."""
-    for states in growables_of(layer).values():
-        states.arrange(columns)
-
-
-def extract(layer: Any, index: Tensor) -> Any:
-    """A layer of the rows ``index (wanted,)`` alone, which shares no memory with ``layer``."""
-    if has_methods(layer):
-        twin = copy.deepcopy(layer)
-        twin.reorder_cache(index)
-        return twin
-    twin = copy.copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, dict):  # of tensors, which are replaced below
-            setattr(twin, name, dict(value))
-    for place in states_of(twin):
-        take_state(twin, place, index)
-    return twin
-
-
-def trim(layer: Any, n_tokens: int, length: int) -> None:
-    """Drop the first ``n_tokens`` of the ``length`` columns that the rows of a cache have."""
-    if has_methods(layer):
-        layer.trim_tokens(n_tokens)
-        return
-    # Another length: keys of an image, which have columns of their own.
-    if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != length:
-        return
-    if layer.keys is None:  # the model does not use its cache
-        return
-    # A window may have dropped some already.
-    n_dropped = layer.keys.shape[-2] - min(layer.keys.shape[-2], length - n_tokens)
-    for states in growables_of(layer).values():
-        states.drop_first(n_dropped)
-    if getattr(layer, "indexer_position_ids", None) is not None:
-        layer.indexer_position_ids = layer.indexer_position_ids[..., n_tokens:]
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = length - n_tokens
-
-
-def bytes_of_row(layer: Any, n_tokens: int, length: int) -> int:
-    """Bytes of a row of ``n_tokens`` without spare room, extrapolated from rows of ``length`` tokens."""
-    if hasattr(layer, "bytes_of_row"):
-        return int(layer.bytes_of_row(n_tokens))
-    total = 0
-    grows = isinstance(layer, DynamicLayer) and layer.get_seq_length() == length
-    most = getattr(layer, "sliding_window", n_tokens + 1) - 1 or n_tokens
-    for (name, index), tensor in states_of(layer).items():
-        row_dim, token_dim = STATES[name]
-        of_row = tensor.nbytes // max(tensor.shape[row_dim], 1)
-        if grows and index is None and token_dim is not None:
-            of_row = of_row // max(tensor.shape[token_dim], 1) * min(n_tokens, most)
-        total += of_row
-    return total
