@@ -68,9 +68,7 @@ def begin(model: Any, call: Call, prompt: Prompt) -> None:
     if prefix_request is None:
         return
     rows: Any = call.shared_prompt if prompts.will_share_prefill(model, call, prompt) else prompt
-    layout: Any = eligibility.of_prompt(model, call, prompt)
-    if layout is None:
-        layout = Layout.of(rows.ids, rows.model_kwargs)
+    layout = eligibility.of_prompt(model, call, prompt) or Layout.of(rows.ids, rows.model_kwargs)
     if isinstance(layout, Reason):
         prefix_request.refuse(layout)
         return

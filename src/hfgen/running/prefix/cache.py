@@ -52,7 +52,7 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self._lock = Lock()
         self._forest = Forest(max_bytes)
-        self._counts = Counter(lookups=0, hits=0, tokens=0, tokens_saved=0)
+        self._counts = dict.fromkeys(("lookups", "hits", "tokens", "tokens_saved"), 0)
         self._bypassed: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -79,8 +79,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Remove all prefixes; the counts stay."""
         with self._lock:
-            n_evicted, self._forest = self._forest.n_evicted, Forest(self.max_bytes)
-            self._forest.n_evicted = n_evicted
+            self._forest = Forest(self.max_bytes, self._forest.n_evicted)
 
     def save(self, path: str | os.PathLike[str], model: Any) -> None:
         """Write the prefixes of ``model``, as it is now, to a safetensors file.
@@ -118,12 +117,10 @@ class PrefixCache:
     def _count(self, rows: Sequence[Tensor], saved: Sequence[int]) -> None:
         """Count the prompts of a call, and how many tokens of each are not forwarded."""
         with self._lock:
-            self._counts.update(
-                lookups=len(rows),
-                hits=sum(n > 0 for n in saved),
-                tokens=sum(len(row) + 1 for row in rows),
-                tokens_saved=sum(max(n, 0) for n in saved),
-            )
+            self._counts["lookups"] += len(rows)
+            self._counts["hits"] += sum(n > 0 for n in saved)
+            self._counts["tokens"] += sum(len(row) + 1 for row in rows)
+            self._counts["tokens_saved"] += sum(max(n, 0) for n in saved)
 
     def _bypass(self, reason: str) -> None:
         with self._lock:

@@ -77,22 +77,15 @@ class Match:
             start += n
 
 
-def n_common(a: Tensor, b: Tensor) -> int:
-    """How many tokens two sequences begin with alike."""
-    n = min(len(a), len(b))
-    return int((a[:n] == b[:n]).int().cumprod(0).sum())
-
-
 class Forest:
     """Trees by key, of ``max_bytes`` in all; the least recently used leaves go first. No lock."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, n_evicted: int = 0) -> None:
+        self.max_bytes, self.n_evicted = max_bytes, n_evicted
+        self.n_bytes = 0
         self.roots: dict[Any, Node] = {}
         #: The key of each node, least recently used first, children before parents: first is a leaf.
         self.nodes: OrderedDict[Node, Any] = OrderedDict()
-        self.n_bytes = 0
-        self.n_evicted = 0
 
     def match(self, key: Hashable, tokens: Tensor) -> Match:
         """The longest prefix of ``tokens (n,)`` in the tree of ``key``; it counts as used now."""
@@ -100,7 +93,8 @@ class Forest:
         while node is not None and length < len(tokens):
             if (node := node.children.get(int(tokens[length]))) is None:
                 break
-            n = n_common(node.tokens, tokens[length:])
+            beginning = tokens[length : length + len(node.tokens)]
+            n = int((node.tokens[: len(beginning)] == beginning).int().cumprod(0).sum())
             path.append(node)
             length += n
             if n < len(node.tokens):
@@ -120,7 +114,9 @@ class Forest:
         if path and within < len(path[-1].tokens):
             path[-1] = self._split(path[-1], within)
             self._note_use(path)  # children before parents again: only leaves can be evicted
-        self._make_room(size(end - match.length, per_token, len(states)))
+        n_bytes = size(end - match.length, per_token, len(states))
+        while self.nodes and self.n_bytes + n_bytes > self.max_bytes:
+            self._evict()
         node = Node.copy(tokens, states, match.length, end)
         self.attach(key, path[-1] if path else None, node)
         self._note_use(path)
@@ -140,7 +136,7 @@ class Forest:
 
     def _split(self, node: Node, n: int) -> Node:
         """Split ``node`` behind its first ``n`` tokens into copies; returns the upper half."""
-        parent: Node = node.parent  # type: ignore[assignment]
+        parent: Any = node.parent
         upper = Node.copy(node.tokens, node.states, 0, n)
         lower = Node.copy(node.tokens, node.states, n, len(node.tokens))
         for child in node.children.values():
@@ -151,13 +147,12 @@ class Forest:
         self.n_bytes += upper.n_bytes + lower.n_bytes - node.n_bytes
         return upper
 
-    def _make_room(self, n_bytes: int) -> None:
-        """Evict leaves until ``n_bytes`` more are allowed."""
-        while self.nodes and self.n_bytes + n_bytes > self.max_bytes:
-            leaf, key = self.nodes.popitem(last=False)
-            parent: Node = leaf.parent  # type: ignore[assignment]
-            del parent.children[int(leaf.tokens[0])]
-            self.n_bytes -= leaf.n_bytes
-            self.n_evicted += 1
-            if parent is self.roots[key] and not parent.children:
-                del self.roots[key]
+    def _evict(self) -> None:
+        """Remove the leaf that was not used for the longest time."""
+        leaf, key = self.nodes.popitem(last=False)
+        parent: Any = leaf.parent
+        del parent.children[int(leaf.tokens[0])]
+        self.n_bytes -= leaf.n_bytes
+        self.n_evicted += 1
+        if parent is self.roots[key] and not parent.children:
+            del self.roots[key]

@@ -22,8 +22,6 @@ from .cache import PrefixCache
 from .eligibility import Reason
 from .radix import KeyValues, Offset, bytes_per_token, size
 
-TOO_LARGE = "the prompt is larger than `max_bytes`"
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -40,7 +38,7 @@ class Layout:
         pads = [0] * rows
         if mask is not None:
             mask = mask.cpu()
-            pads = [int(pad) for pad in length - mask.sum(dim=1)]
+            pads = (length - mask.sum(dim=1)).long().tolist()
             is_left = torch.arange(length) >= torch.tensor(pads)[:, None]
             if not torch.equal(mask, is_left.to(mask.dtype)):
                 return Reason("`attention_mask` masks more than padding on the left")
@@ -130,16 +128,13 @@ class PrefixSession:
         lengths = {int(layer.get_seq_length()) for layer in layers}
         # A model that puts tokens before the prompt has more, or not the same number everywhere.
         is_even = len(lengths) == 1 and lengths <= {length - 1, length}
+        n_longest, states = self.ids.shape[1] - min(self.layout.pads), key_values(layers)
         if run.model_kwargs.get("past_key_values") is not self.cache:
             self.give_up(f"{name} puts another cache in the place of its own")
         elif not is_even or any(layer.keys.shape[-2] < length - 1 for layer in layers):
             self.give_up(f"{name} does not cache one state per token")
-        elif self.prefixes.max_bytes < size(
-            self.ids.shape[1] - min(self.layout.pads),
-            bytes_per_token(key_values(layers)),
-            2 * len(layers),
-        ):
-            self.give_up(TOO_LARGE)
+        elif self.prefixes.max_bytes < size(n_longest, bytes_per_token(states), len(states)):
+            self.give_up("the prompt is larger than `max_bytes`")
         elif not self._has_changed():
             repeats = len(run.ids) // len(self.ids)
             for cache_row, run_row in enumerate(self._cached_rows(run, strategy)):
@@ -189,8 +184,7 @@ class PrefixSession:
         """Where a sequence ends: behind its first EOS token, or before its padding."""
         n_prompt = self.ids.shape[1]
         generated = sequence[n_prompt:]
-        ends = generated.new_zeros(0) if self.eos is None else torch.isin(generated, self.eos.cpu())
-        if ends.any():
+        if self.eos is not None and (ends := torch.isin(generated, self.eos.cpu())).any():
             return n_prompt + int(ends.int().argmax()) + 1
         if self.pad is None:
             return len(sequence)
