@@ -95,7 +95,12 @@ class FollowedCalls(ExactCalls):
             arguments |= dict(zip(FUSED, args, strict=False)) | kwargs
             named = {FUSED.get(name, name): value for name, value in arguments.items()}
             return exact_attention(self.module, **named)[0].transpose(1, 2)
-        if function in FOLLOWED and is_of_activations(function, operands):
+        is_attending = function in BADDBMM
+        if function in FOLLOWED and not is_attending:
+            one, two = operands[:2]
+            is_weight = isinstance(two, nn.Parameter) or two.dim() == 2
+            is_attending = not is_weight and one.dim() >= 3 and one.shape[-1] > 1
+        if is_attending:
             return self.begin(function, args, kwargs)
         return super().__torch_function__(function, types, args, kwargs)
 
@@ -172,8 +177,10 @@ class FollowedCalls(ExactCalls):
         operands = (product.queries, product.keys, values)
         q, k, v = (x.reshape(n_rows, -1, *x.shape[-2:]) for x in operands)
         bias: Any = None
-        for term in product.biases:
-            term = in_four_dimensions(term, n_rows, q.shape[1])
+        for term in product.biases:  # each becomes (rows or 1, heads or 1, queries or 1, keys)
+            if term.dim() == 3 and len(term) == n_rows * q.shape[1]:
+                term = term.unflatten(0, (n_rows, q.shape[1]))
+            term = term[(None,) * (4 - term.dim())]
             bias = term if bias is None else bias + term
         if mask is None and bias is not None and bias.shape[2] == n_queries:
             mask, bias = bias, None  # a model that has added to its mask
@@ -184,24 +191,6 @@ class FollowedCalls(ExactCalls):
         output, _ = exact_attention(self.module, q, k.to(q.dtype), v.to(q.dtype), mask, **options)
         output = output.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
         return output.to(values.dtype)
-
-
-def is_of_activations(function: Any, operands: tuple[Any, ...]) -> bool:
-    """Whether a product is of two tensors of activations, and may be attention's."""
-    if function in BADDBMM:
-        return True
-    one, two = operands[:2]
-    is_weight = isinstance(two, nn.Parameter) or two.dim() == 2
-    return not is_weight and one.dim() >= 3 and one.shape[-1] > 1
-
-
-def in_four_dimensions(term: Tensor, n_rows: int, n_heads: int) -> Tensor:
-    """A bias as ``(rows or 1, heads or 1, queries or 1, keys)``."""
-    if term.dim() == 4:
-        return term
-    if term.dim() == 3 and len(term) == n_rows * n_heads:
-        return term.reshape(n_rows, n_heads, *term.shape[1:])
-    return term.reshape((1,) * (4 - term.dim()) + tuple(term.shape))
 
 
 def with_hidden(product: Product, hidden: Tensor) -> Product:

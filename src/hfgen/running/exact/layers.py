@@ -168,11 +168,6 @@ def in_vectors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwa
     return output[:numbers].reshape(input.shape)
 
 
-def needs_padding(input: Tensor) -> bool:
-    """Whether the last vector of some number of rows of ``input (…, size)`` is no whole one."""
-    return input.shape[-1] % (VECTOR * math.lcm(*range(1, torch.get_num_threads() + 1))) != 0
-
-
 def tiled(product: Callable[..., Tensor], input: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """``product(rows, weight, *rest)`` of the rows of ``input (…, in)``, in whole tiles."""
     rows = input.reshape(-1, input.shape[-1])
@@ -194,13 +189,6 @@ def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
     vars(module)["forward"] = forward
 
 
-def is_set_here(forward: Any) -> bool:
-    """Whether exact mode has set ``forward`` on a module."""
-    if isinstance(forward, partial):
-        return forward.func.__module__.startswith(__package__)
-    return isinstance(forward, TiledForward)
-
-
 class Recorder(TorchFunctionMode):
     """Within: notes which modules call matrix products by themselves.
 
@@ -211,6 +199,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.stack: list[nn.Module] = []
+        #: Rows of a multiple of this many numbers are whole vectors, however many there are.
+        self.whole = VECTOR * math.lcm(*range(1, torch.get_num_threads() + 1))
         self.callers: set[nn.Module] = set()
         self.attending: dict[nn.Module, str] = {}
         self.refused: dict[nn.Module, str] = {}
@@ -229,7 +219,7 @@ class Recorder(TorchFunctionMode):
             function in (*LINEAR, *ADDMM)
             or (function in BMM and isinstance(args[1], nn.Parameter))
             or (function in MATMUL and args[1].dim() == 2 and len(args) == 2)
-            or (function in POINTWISE and is_of_numbers(args) and needs_padding(args[0]))
+            or (function in POINTWISE and is_of_numbers(args) and args[0].shape[-1] % self.whole)
         ):
             self.callers.add(module)
         # The product of rotary positions has one summand.

@@ -75,9 +75,8 @@ def _try_last(n_keys: int, heads: int, kv_heads: int, size: int, dtype: torch.dt
     mask = exact_mask(batch_size=1, q_length=LONGEST, kv_length=LONGEST)
     whole = exact_attention(nn.Module(), q, k, v, mask)[0]
     least = 1 if n_keys == KEYS else n_keys - 3
-    for length in sorted(
-        {least, n_keys - 3, n_keys, KEYS + least, min(KEYS + n_keys - 3, LONGEST)}
-    ):
+    longest = min(KEYS + n_keys - 3, LONGEST)
+    for length in sorted({least, n_keys - 3, n_keys, KEYS + least, longest}):
         for n_queries in sorted({min(n, length) for n in (*QUERIES, length)}):
             for padding in (0, 3, 200):
                 out = _beside(q, k, v, length, n_queries, padding)

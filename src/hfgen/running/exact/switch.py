@@ -18,20 +18,9 @@ from ... import families
 from ..linears import choice
 from ..linears.forward import PackedForward
 from ..row_states import foreign_code
-from . import probe, trial
+from . import layers, probe, trial
 from .attention import exact_attention
 from .followed import with_followed_calls
-from .layers import (
-    Recorder,
-    TiledForward,
-    check_dropout,
-    is_set_here,
-    refusal,
-    scans,
-    set_forward,
-    with_exact_calls,
-    with_recurrence,
-)
 from .probe import Operation
 from .spans import NAME
 
@@ -39,6 +28,8 @@ T = TypeVar("T", bound=nn.Module)
 
 #: Dtypes whose kernels may pass.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Functions that are set as the forwards of modules, besides ``TiledForward``.
+FORWARDS = (layers.with_exact_calls, with_followed_calls, layers.with_recurrence)
 #: Attributes of configs while a model is exact. Masks read the first one also where models compute attention themselves.
 IMPLEMENTATIONS = {
     "_attn_implementation_internal": NAME,
@@ -84,12 +75,21 @@ def exact(model: T) -> T:
             an operation of it fails the probe on this machine. The message names it; the model stays as it was.
     """
     _check(model)
-    configs = _configs(model)
-    former = tuple((c, {name: getattr(c, name, None) for name in IMPLEMENTATIONS}) for c in configs)
+    configs: dict[int, Any] = {}  # of the model and of its parts
+    pending = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    while pending:
+        config = pending.pop()
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
+            pending += [getattr(config, name, None) for name in config.sub_configs]
+    former = tuple(
+        (config, {name: getattr(config, name, None) for name in IMPLEMENTATIONS})
+        for config in configs.values()
+    )
     vars(model)["exactness"] = Report((), former)
     try:
         expected = trial.logits_alone(model)
-        for config in configs:
+        for config, _ in former:
             vars(config).update(IMPLEMENTATIONS)
         with torch.no_grad():
             shapes = _set_forwards(model)
@@ -100,7 +100,7 @@ def exact(model: T) -> T:
                 )
         forwards = (vars(module).get("forward") for module in model.modules())
         is_followed = any(getattr(f, "func", None) is with_followed_calls for f in forwards)
-        if is_followed and not trial.are_close(trial.logits_alone(model), expected):
+        if is_followed and not trial.differs_by_rounding(model, expected):
             raise ValueError(
                 f"exact: {type(model).__name__} computes attention in a way that is not understood: its logits would be "
                 "others, not by rounding alone."
@@ -142,22 +142,10 @@ def undo(model: nn.Module) -> None:
         vars(config).update(implementations)
     for module in model.modules():
         forward = vars(module).get("forward")
-        if is_set_here(forward):
+        if isinstance(forward, layers.TiledForward) and forward.packed is not None:
+            vars(module)["forward"] = forward.packed
+        elif isinstance(forward, layers.TiledForward) or getattr(forward, "func", None) in FORWARDS:
             del vars(module)["forward"]
-            if isinstance(forward, TiledForward) and forward.packed is not None:
-                vars(module)["forward"] = forward.packed
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """The configs of a model and of its parts."""
-    configs: dict[int, Any] = {}
-    pending = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
-    while pending:
-        config = pending.pop()
-        if config is not None and id(config) not in configs:
-            configs[id(config)] = config
-            pending += [getattr(config, name, None) for name in config.sub_configs]
-    return list(configs.values())
 
 
 def _check(model: Any) -> None:
@@ -197,7 +185,7 @@ def _check(model: Any) -> None:
             )
     if torch.is_autocast_enabled("cpu"):
         raise ValueError("exact: autocast changes dtypes between kernels. Leave torch.autocast.")
-    check_dropout(model)
+    layers.check_dropout(model)
     if families.keeps_other_state(model):
         raise ValueError(
             f"exact: {type(model).__name__} keeps positions or states of its rows besides the cache, in which "
@@ -222,26 +210,26 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
 
     Returns the shapes of attention: numbers of heads, of heads of keys, and a head's size.
     """
-    for module in filter(scans, model.modules()):
-        set_forward(module, with_recurrence)
-    recorder = Recorder()
+    for module in filter(layers.scans, model.modules()):
+        layers.set_forward(module, layers.with_recurrence)
+    recorder = layers.Recorder()
     try:
         with _attention_unseen() as shapes, recorder.following():
             trial.run_model(model)
     except Exception as error:  # a model with a scan does not take all ways
         for module, function in (recorder.refused | recorder.attending).items():
-            raise refusal(module, function) from error
+            raise layers.refusal(module, function) from error
         raise
     for module, function in recorder.refused.items():
-        raise refusal(module, function)
+        raise layers.refusal(module, function)
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, PackedForward) or type(module).forward is nn.Linear.forward:
-            vars(module)["forward"] = TiledForward(module, forward)
+            vars(module)["forward"] = layers.TiledForward(module, forward)
         elif forward is None and module in recorder.attending:
-            set_forward(module, with_followed_calls)
+            layers.set_forward(module, with_followed_calls)
         elif forward is None and module in recorder.callers:
-            set_forward(module, with_exact_calls)
+            layers.set_forward(module, layers.with_exact_calls)
     return shapes
 
 
