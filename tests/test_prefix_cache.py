@@ -30,7 +30,7 @@ import hfgen
 from hfgen.decoding.strategies import Sample
 from hfgen.memory import fingerprint
 from hfgen.memory.caches.dynamic import GrowingCache
-from hfgen.running.prefix import files
+from hfgen.running.prefix import cache as prefix_files
 from hfgen.running.prefix.cache import PrefixStats
 from hfgen.running.prefix.radix import Forest, KeyValues, size
 from hfgen.running.prefix.session import PrefixSession
@@ -1238,7 +1238,7 @@ def save_as_before(tensors: dict[str, Tensor], path: Path, metadata: dict[str, s
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "save_file", save_as_before)
+    monkeypatch.setattr(prefix_files, "save_file", save_as_before)
     model, prefixes = llama(), hfgen.PrefixCache()
     model.generate(tokens(9)[None], prefix_cache=prefixes, **GREEDY)
     path, other = tmp_path / "prefixes", tmp_path / "other"
@@ -1265,7 +1265,7 @@ def test_nobody_else_reads_a_file_that_is_being_written(
         seen.append((file.parent.parent, stat.S_IMODE(file.parent.stat().st_mode)))
         save_file(tensors, file, metadata)
 
-    monkeypatch.setattr(files, "save_file", spy)
+    monkeypatch.setattr(prefix_files, "save_file", spy)
     for _ in range(2):
         prefixes.save(tmp_path / "prefixes", model)
     assert seen == 2 * [(tmp_path, 0o700)]
@@ -1278,7 +1278,7 @@ def test_threads_that_save_to_one_path(tmp_path: Path, monkeypatch: pytest.Monke
         save_as_before(*arguments)
         all_have_written.wait(10)
 
-    monkeypatch.setattr(files, "save_file", save_together)
+    monkeypatch.setattr(prefix_files, "save_file", save_together)
     model, prefixes, errors = llama(), hfgen.PrefixCache(), []
     model.generate(tokens(9)[None], prefix_cache=prefixes, **GREEDY)
     path = tmp_path / "prefixes"

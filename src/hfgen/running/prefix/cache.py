@@ -1,21 +1,33 @@
-"""``PrefixCache``: keys and values of prompts, kept across calls."""
+"""``PrefixCache``: keys and values of prompts, kept across calls, and their safetensors files.
+
+A file has one tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata names the model
+(``fingerprint.content``), each node's parent, and checksums. ``load`` verifies these, and the structure: anybody can
+compute a checksum.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ...memory import fingerprint
 from ...settings.fields import FieldError
-from . import files
-from .radix import Forest, KeyValues, Match
+from .radix import Forest, KeyValues, Match, Node
+
+FORMAT = "hfgen prefixes 2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,31 +93,6 @@ class PrefixCache:
         with self._lock:
             self._forest = Forest(self.max_bytes, self._forest.n_evicted)
 
-    def save(self, path: str | os.PathLike[str], model: Any) -> None:
-        """Write the prefixes of ``model``, as it is now, to a safetensors file.
-
-        An existing file is replaced when the new one is complete; only this user may read it. Raises
-        ``ValueError`` if the model has forward hooks or offloaded weights, which no file can tell.
-        """
-        content, identity = fingerprint.content(model), fingerprint.identity(model)
-        with self._lock:  # splitting a node changes the parents of others
-            items = reversed(self._forest.nodes.items())
-            nodes = [(node, node.parent, key[1]) for node, key in items if key[0] == identity]
-        files.save(nodes, path, content)
-
-    @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], model: Any, max_bytes: int = 2 * 1024**3
-    ) -> PrefixCache:
-        """Read a file of ``save``; if it is larger than ``max_bytes``, the most recently used prefixes.
-
-        Raises ``FileNotFoundError``, or ``ValueError`` for a file that is damaged, not of ``save``,
-        or of another model: other weights, config, dtype, adapters or kernels.
-        """
-        prefixes = cls(max_bytes)
-        files.load(prefixes._forest, path, model)
-        return prefixes
-
     def _match(self, keys: Sequence[Hashable], rows: Sequence[Tensor]) -> list[Match]:
         with self._lock:
             return [self._forest.match(key, row) for key, row in zip(keys, rows, strict=True)]
@@ -125,3 +112,142 @@ class PrefixCache:
     def _bypass(self, reason: str) -> None:
         with self._lock:
             self._bypassed[reason] += 1
+
+    # ---------------------------------------------------------------- files
+
+    @torch.no_grad()
+    def save(self, path: str | os.PathLike[str], model: Any) -> None:
+        """Write the prefixes of ``model``, as it is now, to a safetensors file.
+
+        An existing file is replaced when the new one is complete; only this user may read it. Raises
+        ``ValueError`` if the model has forward hooks or offloaded weights, which no file can tell.
+        """
+        content, identity = fingerprint.content(model), fingerprint.identity(model)
+        with self._lock:  # splitting a node changes the parents of others
+            items = reversed(self._forest.nodes.items())  # parents before children
+            nodes = [(node, node.parent, key[1]) for node, key in items if key[0] == identity]
+        entries: list[dict[str, Any]] = []
+        tensors: dict[str, Tensor] = {}
+        indices: dict[Node | None, int] = {}
+        for index, (node, parent, offset) in enumerate(nodes):
+            indices[node] = index
+            of_node = {"tokens": node.tokens, **{str(i): s for i, s in enumerate(node.states)}}
+            tensors |= {f"{index}.{name}": tensor for name, tensor in of_node.items()}
+            above = indices.get(parent, -1)
+            place = {"parent": above, "offset": list(offset) if above == -1 else None}
+            entries.append({**place, "checksum": fingerprint.digest(of_node)})
+        texts = {"format": FORMAT, "content": json.dumps(content), "nodes": json.dumps(entries)}
+        texts["checksum"] = fingerprint.digest_of_text(sorted(texts.items()))
+        # Only this user may enter the folder.
+        target = Path(path)
+        with tempfile.TemporaryDirectory(".partial", f".{target.name}.", target.parent) as folder:
+            partial = Path(folder, "file")
+            save_file(tensors, partial, texts)
+            with partial.open("rb+") as file:
+                os.chmod(partial, 0o600)
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+
+    @classmethod
+    @torch.no_grad()
+    def load(
+        cls, path: str | os.PathLike[str], model: Any, max_bytes: int = 2 * 1024**3
+    ) -> PrefixCache:
+        """Read a file of ``save``; if it is larger than ``max_bytes``, the most recently used prefixes.
+
+        Raises ``FileNotFoundError``, or ``ValueError`` for a file that is damaged, not of ``save``,
+        or of another model: other weights, config, dtype, adapters or kernels.
+        """
+        prefixes = cls(max_bytes)
+        devices = set(getattr(model, "hf_device_map", {}).values())
+        if len(devices) > 1:
+            raise ValueError(
+                f"Prefixes cannot be loaded for a model on several devices ({sorted(map(str, devices))}): "
+                "the file does not say which layer is where."
+            )
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no file {os.fspath(path)!r} with stored prefixes.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                entries = _read_metadata(path, file.metadata() or {}, model)
+                _read_nodes(prefixes._forest, path, file, entries, model)
+        except (
+            SafetensorError,
+            json.JSONDecodeError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ) as error:
+            raise NotAPrefixFile(
+                path, f"it is damaged, or no safetensors file ({error})"
+            ) from error
+        for node in list(prefixes._forest.nodes):  # came with the most recently used first
+            prefixes._forest.nodes.move_to_end(node, last=False)
+        return prefixes
+
+
+class NotAPrefixFile(ValueError):
+    """A file that is damaged, or that something else wrote."""
+
+    def __init__(self, path: Any, reason: str) -> None:
+        super().__init__(f"{os.fspath(path)!r} cannot be loaded as stored prefixes: {reason}.")
+
+
+def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[dict[str, Any]]:
+    """The entry of each node. Raises ``ValueError`` for damaged metadata, and for another model."""
+    if texts.get("format") != FORMAT:
+        reason = f"its format is {texts.get('format')!r}, not {FORMAT!r} of PrefixCache.save()"
+        raise NotAPrefixFile(path, reason)
+    if texts.pop("checksum", None) != fingerprint.digest_of_text(sorted(texts.items())):
+        raise NotAPrefixFile(path, "its metadata are not those that were saved")
+    saved, current = dict(json.loads(texts["content"])), fingerprint.content(model)
+    differing = {name: value for name, value in current.items() if saved.get(name) != value}
+    if differing:
+        pairs = ", ".join(f"{n} {saved.get(n)!r}, not {value!r}" for n, value in differing.items())
+        raise ValueError(
+            f"{os.fspath(path)!r} has prefixes of another model, or of this one as it was: {pairs}."
+        )
+    entries = list(json.loads(texts["nodes"]))
+    for index, entry in enumerate(entries):
+        parent, offset = entry["parent"], entry["offset"]
+        is_root = parent == -1 and [type(part) for part in offset or ()] == [str, int]
+        is_child = parent != -1 and offset is None
+        is_placed = type(parent) is int and -1 <= parent < index and (is_root or is_child)
+        if not is_placed or entry.keys() != {"parent", "offset", "checksum"}:
+            raise NotAPrefixFile(path, f"node {index} cannot be placed in a tree ({entry})")
+    return entries
+
+
+def _read_nodes(
+    forest: Forest, path: Any, file: Any, entries: list[dict[str, Any]], model: Any
+) -> None:
+    """Attach the nodes that fit, each after its parent; all are verified."""
+    identity = fingerprint.identity(model)
+    n_states = len(file.keys()) // max(len(entries), 1) - 1
+    names = ["tokens", *map(str, range(n_states))]
+    if sorted(file.keys()) != sorted(f"{i}.{name}" for i in range(len(entries)) for name in names):
+        raise NotAPrefixFile(path, "its tensors are not those of its nodes")
+    nodes: dict[int, Node] = {}
+    expected = None
+    for index, entry in enumerate(entries):
+        of_node = {name: file.get_tensor(f"{index}.{name}") for name in names}
+        if fingerprint.digest(of_node) != entry["checksum"]:
+            raise NotAPrefixFile(path, f"the states of node {index} are not those that were saved")
+        tokens, *states = of_node.values()
+        n = len(tokens) if tokens.ndim == 1 and tokens.dtype == torch.long else 0
+        layout = [(s.dtype, s.shape[::2]) for s in states]
+        expected = expected or layout
+        is_sound = all(s.ndim == 3 and s.shape[1] == n and s.is_floating_point() for s in states)
+        if not n or not is_sound or layout != expected:
+            raise NotAPrefixFile(path, f"node {index} does not have one state per token and layer")
+        node = Node(tokens, tuple(s.to(model.device) for s in states))
+        parent = nodes.get(entry["parent"])
+        if parent is None and entry["parent"] != -1:
+            continue  # its parent did not fit
+        key = (identity, tuple(entry["offset"])) if parent is None else forest.nodes[parent]
+        siblings = parent or forest.roots.get(key)
+        if siblings is not None and int(tokens[0]) in siblings.children:
+            raise NotAPrefixFile(path, f"node {index} begins as another one does")
+        if forest.n_bytes + node.n_bytes <= forest.max_bytes:
+            nodes[index] = node
+            forest.attach(key, parent, node)
