@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from .. import families
 from ..state.call import Call, Prompt
 from .caches import layers as cache_layers
-
-#: What models and masks call on any cache.
-PROTOCOL = ("get_seq_length", "get_mask_sizes", "update")
 
 
 def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
@@ -29,45 +26,31 @@ def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
             f"`drop_finished=True` takes rows out of the cache, and `{name}` is yours. Leave one of "
             "the two out."
         )
-    if missing := [method for method in PROTOCOL if not hasattr(cache, method)]:
-        raise ValueError(
-            f"`{name}` has to be a Cache, but is a {type(cache).__name__}, which has no "
-            f"`{missing[0]}`. Pass the Cache that generate() or forward() returned."
-        )
-    if isinstance(cache, Cache):
-        _check_kind(model, name, cache)
-        _check_layers(model, name, cache)
-        _check_length(model, name, cache, prompt)
-
-
-def _check_kind(model: Any, name: str, cache: Cache) -> None:
-    """Refuse a cache with cross-attention where the model's code does not know such caches."""
-    if model.config.is_encoder_decoder or not isinstance(cache, EncoderDecoderCache):
+    for method in ("get_seq_length", "get_mask_sizes", "update"):  # what models and masks call
+        if not hasattr(cache, method):
+            raise ValueError(
+                f"`{name}` has to be a Cache, but is a {type(cache).__name__}, which has no "
+                f"`{method}`. Pass the Cache that generate() or forward() returned."
+            )
+    if not isinstance(cache, Cache):
         return
-    modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
-    models = (module for module in modules if "modeling" in getattr(module, "__name__", ""))
-    if not any(hasattr(module, EncoderDecoderCache.__name__) for module in models):
-        raise ValueError(
-            f"`{name}` is an EncoderDecoderCache, but {type(model).__name__} has no cross-attention. "
-            "It was filled by another model."
-        )
-
-
-def _check_layers(model: Any, name: str, cache: Cache) -> None:
-    """Compare the number of layers: of a cache that has states, or was made for a config."""
-    layers = cache_layers.decoder_cache(cache).layers
-    if not layers or type(cache_layers.decoder_cache(cache)).__module__ != DynamicCache.__module__:
-        return  # a model's own class of cache decides how many layers it has
-    expected = len(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
-    if expected and len(layers) != expected:
-        raise ValueError(
-            f"`{name}` has {len(layers)} layers, but {type(model).__name__} has {expected} that keep "
-            "states. It was filled by, or made for, another model."
-        )
-
-
-def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
-    """Refuse ids without a new token: without a mask over all tokens, ids begin with the first one."""
+    decoder = cache_layers.decoder_cache(cache)
+    if decoder is not cache and not model.config.is_encoder_decoder:
+        modules = (kind.__module__ for kind in type(model).__mro__ if "modeling" in kind.__module__)
+        if not any(hasattr(sys.modules.get(module), "EncoderDecoderCache") for module in modules):
+            raise ValueError(
+                f"`{name}` is an EncoderDecoderCache, but {type(model).__name__} has no cross-attention. "
+                "It was filled by another model."
+            )
+    # A model's own class of cache decides how many layers it has.
+    if decoder.layers and type(decoder).__module__ == DynamicCache.__module__:
+        expected = len(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+        if expected and len(decoder.layers) != expected:
+            raise ValueError(
+                f"`{name}` has {len(decoder.layers)} layers, but {type(model).__name__} has {expected} that "
+                "keep states. It was filled by, or made for, another model."
+            )
+    # Without a mask over all tokens, ids begin with the first one.
     ids, mask = prompt.main_input, prompt.model_kwargs.get("attention_mask")
     is_text = prompt.main_input_name == "input_ids" and ids.ndim == 2
     if model.config.is_encoder_decoder or not is_text or ids.shape[1] == 0:
@@ -85,8 +68,14 @@ def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
 @contextmanager
 def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
     """Replace errors of updates that do not fit the caller's ``cache`` by errors that explain it."""
-    layers = cache_layers.layers_of(cache)
-    shape = _shape_of_keys(layers)
+    layers: Any = cache_layers.layers_of(cache)
+
+    def shape_of_keys() -> Any:
+        """``(rows, heads, length, size)`` of the first layer, if it holds any."""
+        keys = getattr(layers[0], "keys", None) if layers else None
+        return None if keys is None or keys.ndim != 4 else tuple(keys.shape)
+
+    shape = shape_of_keys()
     try:
         yield
     except IndexError as error:
@@ -99,16 +88,10 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
         ) from error
     except RuntimeError as error:
         is_misfit = shape and "Sizes of tensors must match" in str(error)
-        if not is_misfit or _shape_of_keys(layers) != shape:
+        if not is_misfit or shape_of_keys() != shape:
             raise
         n_rows, heads, _, size = shape
         raise ValueError(
             f"`past_key_values` holds {n_rows} rows of {heads} heads of size {size}, but the keys of "
             f"{type(model).__name__} have another shape. It was filled by another model."
         ) from error
-
-
-def _shape_of_keys(layers: Any) -> Any:
-    """``(rows, heads, length, size)`` of the first layer, if it holds any."""
-    keys = getattr(layers[0], "keys", None) if layers else None
-    return None if keys is None or keys.ndim != 4 else tuple(keys.shape)

@@ -6,22 +6,14 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    MaxLengthCriteria,
-    StaticCache,
-)
-from transformers.cache_utils import Cache
+from transformers import GenerationConfig, MaxLengthCriteria
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.configuration_utils import get_head_shapes
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS, GenerationMode
-from transformers.generation.configuration_utils import (
-    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS as OLD_NAMES,
-)
 
 from ... import families
 from ...settings import cache_settings
@@ -29,7 +21,7 @@ from ...settings.logs import logger
 from ...state.call import Call, ModelKwargs, Prompt
 from . import layers, offloaded, quantized, static
 from .dynamic import CacheRequest, GrowingCache
-from .static import fit_to_call
+from .static import OLD_NAMES, fit_to_call
 from .static import prepare_static_cache as prepare_static_cache
 
 
@@ -60,37 +52,26 @@ class CacheKind:
     may_hold_prefix: bool = False
 
 
-def _dynamic(name: str, may_hold_prefix: bool = True) -> CacheKind:
+def make_dynamic(request: CacheRequest) -> Cache:
     """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
-
-    def make(request: CacheRequest) -> Cache:
-        return GrowingCache(config=request.decoder_config, max_length=request.max_length)
-
-    return CacheKind(name, make, loses_rows=True, rolls_back=True, may_hold_prefix=may_hold_prefix)
+    return GrowingCache(config=request.decoder_config, max_length=request.max_length)
 
 
+_growing = partial(CacheKind, loses_rows=True, rolls_back=True)
+_static = partial(CacheKind, factory=static.make_static, rolls_back=True)
 _KINDS = (
-    _dynamic("dynamic"),
-    CacheKind(
+    _growing("dynamic", make_dynamic, may_hold_prefix=True),
+    _growing("quantized", quantized.make_quantized, cache_settings.check_quantized),
+    _growing(
         "offloaded",
         offloaded.make_offloaded,
         offloaded.check_settings,
         offloaded.make_cross_attention,
-        loses_rows=True,
-        rolls_back=True,
     ),
-    CacheKind("static", static.make_static, compiles=True, rolls_back=True, may_hold_prefix=True),
-    CacheKind("offloaded_static", static.make_static, cache_settings.check_none, rolls_back=True),
-    CacheKind(
-        "quantized",
-        quantized.make_quantized,
-        cache_settings.check_quantized,
-        loses_rows=True,
-        rolls_back=True,
-    ),
-    # Of a config; as an argument, it means continuous batching.
-    _dynamic("paged", may_hold_prefix=False),
-    *(CacheKind(n, static.make_static, rolls_back=True) for n in OLD_NAMES),
+    _growing("paged", make_dynamic),  # of a config; as an argument, it means continuous batching
+    _static("static", compiles=True, may_hold_prefix=True),
+    _static("offloaded_static", settings=cache_settings.check_none),
+    *map(_static, OLD_NAMES),
 )
 
 #: The kinds by name. To add one, assign a ``CacheKind``, or only its factory.
@@ -153,7 +134,7 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
     cache = prompt.model_kwargs.get(families.cache_argument(model))
     if not isinstance(cache, Cache) or not getattr(cache, "_is_user_defined", False):
         return
-    if (held := layers.capacity(cache)) == math.inf:
+    if (capacity := layers.capacity(cache)) == math.inf:
         return
     criteria: Any = call.criteria
     only_length = all(type(criterion) is MaxLengthCriteria for criterion in criteria)
@@ -162,9 +143,9 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
     before = past if n_ids <= past else 0  # the ids that were passed may be new ones only
     longest = before + _max_length(model, call, prompt)
     shortest = before + n_ids if may_end_early else longest
-    if held < shortest:
+    if capacity < shortest:
         raise ValueError(
-            f"`past_key_values` is a static cache of {held} tokens, but the call needs {shortest}"
+            f"`past_key_values` is a static cache of {capacity} tokens, but the call needs {shortest}"
             + (f", and may reach {longest}" if longest > shortest else "")
             + f". Make it with `max_cache_len={longest}`, or lower `max_new_tokens`."
         )
@@ -196,11 +177,11 @@ def _fit_rows(cache: Cache, batch_size: int, n_rows: int, will_fan_out: bool) ->
 def _max_length(model: Any, call: Call, prompt: Prompt) -> int:
     """Tokens per row that the cache may have to hold."""
     # The last token is not forwarded, unless candidates for it are tried.
-    max_length = call.config.max_length - 1 + getattr(call.strategy, "tokens_ahead", 0)
-    embeds_length = prompt.main_input.shape[1] if prompt.main_input_name == "inputs_embeds" else 0
-    if not model.config.is_encoder_decoder and embeds_length != prompt.ids.shape[1]:
-        max_length += embeds_length
-    return int(max_length)
+    max_length = int(call.config.max_length) - 1 + getattr(call.strategy, "tokens_ahead", 0)
+    if prompt.main_input_name == "inputs_embeds" and not model.config.is_encoder_decoder:
+        n_embeds = int(prompt.main_input.shape[1])
+        max_length += n_embeds if n_embeds != prompt.ids.shape[1] else 0
+    return max_length
 
 
 def prepare_cache_for_generation(
@@ -214,11 +195,12 @@ def prepare_cache_for_generation(
     """Make the cache that the config asks for, unless one is given or none is wanted."""
     name = families.cache_argument(self)
     given_cache = model_kwargs.get(name)
+    implementation = generation_config.cache_implementation
     if given_cache is not None:
-        if generation_config.cache_implementation is not None:
+        if implementation is not None:
             raise ValueError(
-                f"`{name}` is a cache already, and `cache_implementation`="
-                f"{generation_config.cache_implementation!r} asks for another. Pass one of them."
+                f"`{name}` is a cache already, and `cache_implementation`={implementation!r} asks for "
+                "another. Pass one of them."
             )
         if isinstance(given_cache, tuple):
             raise ValueError(
@@ -230,10 +212,10 @@ def prepare_cache_for_generation(
     if generation_config.use_cache is False:
         return
     if not self._supports_default_dynamic_cache():
-        if generation_config.cache_implementation is not None:
+        if implementation is not None:
             logger.warning_once(
-                "This model uses its own kind of cache: `cache_implementation`="
-                f"{generation_config.cache_implementation!r} is ignored."
+                f"This model uses its own kind of cache: `cache_implementation`={implementation!r} is "
+                "ignored."
             )
         return
     expand_size = max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -242,7 +224,7 @@ def prepare_cache_for_generation(
         expand_size *= int(generation_config.top_k)
     rows = batch_size * expand_size
     request = CacheRequest(self, generation_config, model_kwargs, rows, max_cache_length)
-    kind = cache_kind(generation_config.cache_implementation)
+    kind = cache_kind(implementation)
     cache = kind.factory(request)
     if not isinstance(cache, Cache):
         raise TypeError(
@@ -261,18 +243,18 @@ def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[
 
     ``None`` where the first update has to tell: layers on several devices, MLA, BLT, uneven heads.
     """
-    if len(set(getattr(self, "hf_device_map", {}).values())) > 1:
-        return None
     config = self.config.get_text_config(decoder=True)
-    if any(getattr(layer, "qk_head_dim", None) is not None for layer in config.per_layer_config):
+    is_spread = len(set(getattr(self, "hf_device_map", {}).values())) > 1
+    if is_spread or any(
+        getattr(e, "qk_head_dim", None) is not None for e in config.per_layer_config
+    ):
         return None
     try:
         heads, head_size = get_head_shapes(config)
     except AttributeError:
         return None
-    devices = getattr(self, "_tp_size", None) or 1
-    if devices > 1:
-        heads = families.heads_per_rank(self.tp_plan, heads, devices)
+    if (n_devices := getattr(self, "_tp_size", None) or 1) > 1:
+        heads = families.heads_per_rank(self.tp_plan, heads, n_devices)
     return None if heads is None else (heads, head_size)
 
 

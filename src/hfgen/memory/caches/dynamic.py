@@ -13,15 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import (
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache, GenerationConfig, cache_utils
 
 from .growing import GrowableTensor, GrowthPolicy
 
@@ -101,8 +93,8 @@ class TakesRows:
             self._take(torch.arange(len(self.keys), device=device)[indices])
 
 
-@stands_for(DynamicLayer)
-class GrowingLayer(TakesRows, DynamicLayer):
+@stands_for(cache_utils.DynamicLayer)
+class GrowingLayer(TakesRows, cache_utils.DynamicLayer):
     """Full attention: ``keys (rows, heads, length, size)``, ``values`` alike; sizes may differ."""
 
     keys: Any = _growing("keys")
@@ -151,8 +143,8 @@ class GrowingLayer(TakesRows, DynamicLayer):
         self._values.take(rows)
 
 
-@stands_for(DynamicSlidingWindowLayer)
-class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
+@stands_for(cache_utils.DynamicSlidingWindowLayer)
+class GrowingSlidingWindowLayer(cache_utils.DynamicSlidingWindowLayer, GrowingLayer):
     """Sliding-window and chunked attention: the last ``sliding_window - 1`` tokens are kept."""
 
     def update(
@@ -160,7 +152,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
     ) -> tuple[Tensor, Tensor]:
         """The keys and values that the new tokens may see, and theirs."""
         if not grows_in_place(key_states):
-            return DynamicSlidingWindowLayer.update(self, key_states, value_states, *args, **kwargs)
+            return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
@@ -182,8 +174,8 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
         return min(self._growth.spare(length), max(most - length, 0))
 
 
-@stands_for(DynamicIndexedLayer)
-class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
+@stands_for(cache_utils.DynamicIndexedLayer)
+class GrowingIndexedLayer(cache_utils.DynamicIndexedLayer, GrowingLayer):
     """Full attention with an indexer's keys ``(rows, length, size)`` besides."""
 
     indexer_keys: Any = _growing("indexer_keys")
@@ -202,22 +194,26 @@ class _WithLinearStates:
     """States of linear attention, which do not grow, beside a layer that does."""
 
     def reorder_cache(self: Any, beam_idx: Tensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        cache_utils.LinearAttentionLayer.reorder_cache(self, beam_idx)
         GrowingLayer.reorder_cache(self, beam_idx)
 
     def reorder_beams(self: Any, rows: Tensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, rows)
+        cache_utils.LinearAttentionLayer.reorder_cache(self, rows)
         GrowingLayer.reorder_beams(self, rows)
 
 
-@stands_for(LinearAttentionAndFullAttentionLayer)
-class GrowingHybridLayer(_WithLinearStates, LinearAttentionAndFullAttentionLayer, GrowingLayer):
+@stands_for(cache_utils.LinearAttentionAndFullAttentionLayer)
+class GrowingHybridLayer(
+    _WithLinearStates, cache_utils.LinearAttentionAndFullAttentionLayer, GrowingLayer
+):
     """Full attention beside linear attention."""
 
 
-@stands_for(LinearAttentionAndSlidingWindowAttentionLayer)
+@stands_for(cache_utils.LinearAttentionAndSlidingWindowAttentionLayer)
 class GrowingHybridSlidingLayer(
-    _WithLinearStates, LinearAttentionAndSlidingWindowAttentionLayer, GrowingSlidingWindowLayer
+    _WithLinearStates,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
+    GrowingSlidingWindowLayer,
 ):
     """Sliding-window attention beside linear attention."""
 
@@ -250,14 +246,13 @@ class GrowingCache(DynamicCache):
 
     def __init__(self, *args: Any, max_length: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._growth = GrowthPolicy(max_length=max_length)
+        self._growth = growth = GrowthPolicy(max_length=max_length)
         if self.offloading:
             return
-        if self.layers:
-            self._growth.n_tensors = 2 * len(self.layers)
-        self.layers = list(map(partial(as_growing, growth=self._growth), self.layers))
+        growth.n_tensors = 2 * len(self.layers) or growth.n_tensors
+        self.layers = [as_growing(layer, growth) for layer in self.layers]
         if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = partial(as_growing, DynamicLayer(), self._growth)
+            self.layer_class_to_replicate = partial(as_growing, cache_utils.DynamicLayer(), growth)
 
     def expect(self, max_length: int) -> None:
         """From now on, buffers get capacity for a call that ends with ``max_length`` tokens."""

@@ -13,22 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EncoderDecoderCache
+from transformers import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
-    StaticIndexedLayer,
-    StaticLayer,
     StaticSlidingWindowLayer,
 )
 
 from ... import families
 from .dynamic import KINDS, GrowingLayer, upstream_kind
 from .static_layers import SlicedStaticLayer
-
-PACKAGE = __name__.partition(".")[0]
 
 #: The base classes of layers whose operations are known.
 KNOWN = (DynamicLayer, StaticLayer, LinearAttentionCacheLayerMixin, *families.EMPTY_LAYERS)
@@ -56,7 +50,7 @@ def is_foreign(cache: Any) -> bool:
 def is_foreign_part(part: Any) -> bool:
     """``is_foreign`` of a cache by itself, or of one layer."""
     module = type(part).__module__
-    return module != Cache.__module__ and not module.startswith(f"{PACKAGE}.")
+    return module != Cache.__module__ and not module.startswith("hfgen.")
 
 
 def is_static(cache: Any) -> bool:
@@ -90,11 +84,9 @@ def windows(cache: Any) -> list[float | None] | None:
     if is_static(cache):
         return None
     return [
-        None
-        if getattr(layer, "keys", layer) is None
-        else getattr(layer, "sliding_window", None) or math.inf
-        for layer in layers_of(cache)  # a convolution alone has no keys
-        if hasattr(layer, "keys") or not isinstance(layer, LinearAttentionCacheLayerMixin)
+        None if layer.keys is None else getattr(layer, "sliding_window", None) or math.inf
+        for layer in layers_of(cache)
+        if hasattr(layer, "keys")  # a convolution alone has none
     ]
 
 
@@ -150,9 +142,9 @@ def repeat(cache: Any, rows: Tensor) -> None:
 
 def reorder_beams(cache: Any, rows: Tensor, is_encoder_decoder: bool) -> None:
     """Row ``i`` becomes old row ``rows[i]`` of the same prompt; what its rows share stays."""
-    layers = list(layers_of(cache))
+    layers = layers_of(cache)
     if isinstance(cache, EncoderDecoderCache) and not is_encoder_decoder:  # BLT: it grows too
-        layers += cache.cross_attention_cache.layers
+        layers = [*layers, *cache.cross_attention_cache.layers]
     for layer in layers:
         if isinstance(layer, GrowingLayer):
             layer.reorder_beams(rows)
@@ -167,7 +159,7 @@ def record_past(cache: Any) -> None:
     """Make windows and convolutions keep what ``roll_back`` needs, from now on."""
     cache.activate_past_recording()
     for layer in layers_of(cache):
-        if isinstance(layer, StaticSlidingWindowLayer) and _recorder(layer) is None:
+        if isinstance(layer, StaticSlidingWindowLayer) and not _recorder(layer):
             layer.update = _Recorder(layer)
 
 
@@ -179,7 +171,7 @@ def recording(cache: Any) -> Iterator[None]:
         yield
     finally:
         for layer in layers_of(cache):
-            if _recorder(layer) is not None:
+            if _recorder(layer):
                 del layer.update
 
 
@@ -237,13 +229,13 @@ def _roll_back_static(layer: StaticLayer, n_tokens: int) -> None:
         layer.crop(-n_tokens)
     if not n_tokens or not layer.is_initialized:
         return
-    if (recorder := _recorder(layer)) is not None:
+    if recorder := _recorder(layer):
         recorder.take_back(n_tokens)
     elif isinstance(layer, SlicedStaticLayer):
         layer.take_back(n_tokens)
     else:  # what lies behind the length is overwritten
         layer.cumulative_length.sub_(n_tokens)
-        if isinstance(layer, StaticIndexedLayer) and layer.is_indexer_initialized:
+        if getattr(layer, "is_indexer_initialized", False):
             layer.indexer_cumulative_length.sub_(n_tokens)
 
 
@@ -257,27 +249,23 @@ class _Recorder:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        #: The window or ``None``, its lengths, and what the last update added; ``None`` without one.
+        #: Copies of the window and its length, the length, and what the last update added.
         self.before: Any = None
 
     def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer = self.layer
-        is_filled = layer.is_initialized and layer.cumulative_length_int
-        window = (layer.keys.clone(), layer.values.clone()) if is_filled else None
-        lengths = (layer.cumulative_length.clone(), layer.cumulative_length_int)
-        self.before = (window, lengths, key_states, value_states)
+        layer, length = self.layer, self.layer.cumulative_length_int
+        window = ("keys", "values") if layer.is_initialized and length else ()
+        copies = {name: getattr(layer, name).clone() for name in (*window, "cumulative_length")}
+        self.before = (copies, length, key_states, value_states)
         return type(layer).update(layer, key_states, value_states, *args, **kwargs)
 
     def take_back(self, n_tokens: int) -> None:
         if self.before is None:
             return
         layer = self.layer
-        window, (length, length_int), key_states, value_states = self.before
-        if window is not None:
-            layer.keys.copy_(window[0])
-            layer.values.copy_(window[1])
-        layer.cumulative_length.copy_(length)
-        layer.cumulative_length_int = length_int
+        copies, layer.cumulative_length_int, key_states, value_states = self.before
+        for name, copied in copies.items():
+            getattr(layer, name).copy_(copied)
         n_kept = key_states.shape[-2] - n_tokens
         if n_kept > 0:
             type(layer).update(layer, key_states[:, :, :n_kept], value_states[:, :, :n_kept])

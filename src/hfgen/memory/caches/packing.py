@@ -87,9 +87,8 @@ class Packed:
     @classmethod
     def empty(cls, grouping: Grouping, like: Tensor) -> Packed:
         """No groups yet, of states like ``like (rows, heads, length, size)``."""
-        rows, heads, _, size = like.shape
-        no_tokens = like.new_zeros(rows, heads, grouping.tokens, size)
-        return cls(grouping, *grouping.encode(grouping.split(no_tokens))).first_groups(0)
+        group = like.new_zeros(*like.shape[:2], grouping.tokens, like.shape[3])
+        return cls(grouping, *grouping.encode(grouping.split(group))).first_groups(0)
 
     @property
     def n_groups(self) -> int:
@@ -118,8 +117,7 @@ class Packed:
         room = [0] * 2 * (CHANNELS - GROUPS) + [0, n_new]  # behind the groups
         longer = self.map(lambda tensor: F.pad(tensor, room))
         for start, end in _blocks(n_new, states, tokens, PACKED_AT_ONCE):
-            positions = slice(start * tokens, end * tokens)
-            grouped = self.grouping.split(states[:, :, positions])
+            grouped = self.grouping.split(states[:, :, start * tokens : end * tokens])
             for tensor, part in zip(longer.tensors, self.grouping.encode(grouped), strict=True):
                 tensor[:, :, n_old + start : n_old + end] = part
         return longer
@@ -128,11 +126,11 @@ class Packed:
         """Write the states into ``out (rows, heads, length, size)``, a few groups at a time."""
         grouped, exact = self.grouping.split(out), _exact(out.dtype)
         for start, end in _blocks(self.n_groups, out, self.grouping.tokens, UNPACKED_AT_ONCE):
+            codes, scale, zero = (tensor[:, :, start:end] for tensor in self.tensors)
             part = grouped[:, :, start:end]
             states = part if out.dtype == exact else torch.empty_like(part, dtype=exact)
-            unpack(self.codes[:, :, start:end], self.grouping.bits, states)
-            states.mul_(self.scale[:, :, start:end].to(exact))
-            states.add_(self.zero[:, :, start:end].to(exact))
+            unpack(codes, self.grouping.bits, states)
+            states.mul_(scale.to(exact)).add_(zero.to(exact))
             if states is not part:
                 part.copy_(states)
 
@@ -159,21 +157,20 @@ class Scratch:
         is_reused = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if like.device.type != "cpu" or not is_reused:
             return like.new_empty(shape)
-        n_numbers = math.prod(shape)
-        if self.buffer is None or not self._has_room(self.buffer, n_numbers, like.dtype):
-            self.buffer = like.new_empty(n_numbers + int(n_numbers * self.SPARE))
-        return self.buffer[:n_numbers].view(shape)
+        buffer, n_numbers = self.buffer, math.prod(shape)
+        if (
+            buffer is None
+            or buffer.dtype != like.dtype
+            or not n_numbers <= buffer.numel() <= 4 * n_numbers
+            or buffer.is_inference() != torch.is_inference_mode_enabled()
+            or use_count(buffer.untyped_storage()._cdata) > 2  # seen by more than these two
+        ):
+            self.buffer = buffer = like.new_empty(n_numbers + int(n_numbers * self.SPARE))
+        return buffer[:n_numbers].view(shape)
 
     @property
     def n_bytes(self) -> int:
         return 0 if self.buffer is None else self.buffer.nbytes
-
-    @staticmethod
-    def _has_room(buffer: Tensor, n_numbers: int, dtype: torch.dtype) -> bool:
-        is_seen = use_count(buffer.untyped_storage()._cdata) > 2  # by more than these two
-        may_be_written = buffer.is_inference() == torch.is_inference_mode_enabled()
-        is_fitting = buffer.dtype == dtype and n_numbers <= buffer.numel() <= 4 * n_numbers
-        return is_fitting and may_be_written and not is_seen
 
     def __reduce__(self) -> tuple[type[Scratch], tuple[()]]:
         return Scratch, ()  # copies begin empty

@@ -67,8 +67,7 @@ class States:
             return
         n_groups, n_rest = divmod(length, self.packed.grouping.tokens)
         cut = self.packed.map(lambda tensor: tensor[:, :, n_groups : n_groups + 1])
-        rows, heads, _, size = self.recent.shape
-        unpacked = self.recent.new_empty(rows, heads, cut.length, size)
+        unpacked = self.recent.new_empty(*self.recent.shape[:2], cut.length, self.recent.shape[3])
         cut.write_to(unpacked)
         self.recent = unpacked[:, :, :n_rest].clone()
         self.packed = self.packed.first_groups(n_groups)
@@ -146,8 +145,7 @@ class QuantizedLayer(TakesRows, DynamicLayer):
         """Take the last ``-tokens_to_remove`` tokens out. Those left of a packed group stay rounded."""
         if tokens_to_remove > 0:
             raise ValueError(
-                "`crop` takes minus the number of tokens to remove, but was given "
-                f"{tokens_to_remove}."
+                f"`crop` takes minus the number of tokens to remove, but was given {tokens_to_remove}."
             )
         for states in self.states.values():
             states.crop(-tokens_to_remove)
@@ -167,7 +165,6 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
 
     def __init__(self, config: Any, settings: Settings | None = None) -> None:
         config = config.get_text_config(decoder=True)
-        settings = settings or Settings()
         kinds, _ = get_layer_types_and_kwargs(config)
         if "full_attention" not in kinds:
             logger.warning_once(
@@ -176,7 +173,9 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
             )
         self.scratch = (Scratch(), Scratch())  # what the layers unpack keys, and values, into
         layers = [
-            QuantizedLayer(settings, self.scratch) if kind == "full_attention" else layer
+            QuantizedLayer(settings or Settings(), self.scratch)
+            if kind == "full_attention"
+            else layer
             for kind, layer in zip(kinds, GrowingCache(config=config).layers, strict=True)
         ]
         Cache.__init__(self, layers=layers)
@@ -190,10 +189,8 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
 def make_quantized(request: CacheRequest) -> Cache:
     """Keys and values in few bits: hfgen's own, or the backend that ``cache_config`` names."""
     options, model = request.config.cache_config, request.model
-    backend = upstream_backend(options)
-    if backend is None:
-        settings = Settings.of(options, request.decoder_config)
-        return QuantizedCache(request.decoder_config, settings)
+    if (backend := upstream_backend(options)) is None:
+        return QuantizedCache(request.decoder_config, Settings.of(options, request.decoder_config))
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"The backend {backend!r} of `cache_implementation='quantized'` does not work with "

@@ -13,13 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import EncoderDecoderCache
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-)
+from transformers import CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ... import families
 from .dynamic import KINDS, as_growing, upstream_kind
@@ -100,9 +95,8 @@ def extract(cache: Any, index: Tensor) -> Any:
             copied.reorder_cache(index)
         else:
             copied = copy.copy(layer)
-            for name, value in vars(layer).items():
-                if isinstance(value, dict):  # of tensors, which are replaced below
-                    setattr(copied, name, dict(value))
+            dicts = {n: dict(value) for n, value in vars(layer).items() if isinstance(value, dict)}
+            vars(copied).update(dicts)  # of tensors, which are replaced below
             for place in states_of(copied):
                 _take_state(copied, place, index)
         twin.layers.append(copied)
@@ -284,10 +278,7 @@ def _growables_of(layer: Any) -> dict[Place, GrowableTensor]:
 
 def _set_state(layer: Any, place: Place, tensor: Tensor) -> None:
     name, index = place
-    if index is None:
-        setattr(layer, name, tensor)
-    else:
-        getattr(layer, name)[index] = tensor
+    setattr(layer, name, tensor if index is None else getattr(layer, name) | {index: tensor})
 
 
 def _take_state(layer: Any, place: Place, index: Tensor) -> None:

@@ -7,10 +7,7 @@ from typing import Any
 
 from transformers import EncoderDecoderCache, GenerationConfig, StaticCache
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
-from transformers.generation.configuration_utils import (
-    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
-    STATIC_CACHE_IMPLEMENTATIONS,
-)
+from transformers.generation import configuration_utils
 
 from ... import families
 from ...settings.logs import logger
@@ -19,21 +16,19 @@ from . import offloaded
 from .dynamic import CacheRequest
 from .layers import layers_of
 from .pool import Lease, Size, pool_of
-from .static_layers import (
-    PooledLayer,
-    PooledSlidingWindowLayer,
-    SlicedStaticLayer,
-    VisibleLength,
-)
+from .static_layers import PooledLayer, PooledSlidingWindowLayer, SlicedStaticLayer, VisibleLength
+
+#: Names of static caches that transformers still takes.
+OLD_NAMES = configuration_utils.DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS
 
 
 def make_static(request: CacheRequest) -> Cache:
     """Of fixed length, as ``torch.compile`` needs it, in memory that is kept; ``offloaded_static`` too."""
     config, max_length = request.config, request.max_length
-    if config.cache_implementation in DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS:
+    if config.cache_implementation in OLD_NAMES:
         logger.warning_once(
             f"`cache_implementation={config.cache_implementation!r}` is deprecated: use one of "
-            f"{STATIC_CACHE_IMPLEMENTATIONS}, which follow the layers of the model."
+            f"{configuration_utils.STATIC_CACHE_IMPLEMENTATIONS}, which follow the layers of the model."
         )
     if config.max_cache_len is not None:  # sized for the worst call to come
         if config.max_cache_len < max_length:

@@ -7,7 +7,7 @@ pass, ``get_mask_sizes`` decides how many tokens attention gets: the filled ones
 from __future__ import annotations
 
 from typing import Any
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class VisibleLength:
         self.is_recorded = False
         #: Whether a graph of the forward is being recorded, which may not depend on the length.
         self.is_recording = False
-        self.layers: list[ref[SlicedStaticLayer]] = []
+        self.layers: WeakSet[SlicedStaticLayer] = WeakSet()
 
     def show(self, start: int, total: int, capacity: int) -> int:
         """Return how many of ``capacity`` tokens attention sees in a forward of tokens ``start:total``."""
@@ -48,19 +48,16 @@ class VisibleLength:
         is_whole = self.is_whole or (self.is_whole_to_prompts and is_prompt)
         self.shown = capacity if is_whole else min(-(-total // grain) * grain, capacity)
         self.total, self.is_open = total, True
-        for layer in self._alive():
-            layer.open()
+        for layer in self.layers:
+            layer._adopt()
         return self.shown
 
     def close(self) -> None:
         """Note the tokens of a compiled forward, unless ``update`` outside of the graph has."""
         if self.is_open:
-            for layer in self._alive():
+            for layer in self.layers:
                 layer._note(self.total)
         self.is_open = False
-
-    def _alive(self) -> list[SlicedStaticLayer]:
-        return [layer for layer_ref in self.layers if (layer := layer_ref()) is not None]
 
 
 class Pooled:
@@ -101,8 +98,16 @@ class Pooled:
 
     def _adopt(self: Any) -> None:
         """Tell the compiler what may change: the rows, and where it is not a window, the length."""
-        _mark(self.keys, self._dynamic)
-        _mark(self.values, self._dynamic)
+        self._mark(self.keys, self.values)
+
+    def _mark(self, *states: Tensor) -> None:
+        """Tell the compiler that addresses stay while the sizes ``_dynamic`` may change."""
+        if torch.compiler.is_compiling():
+            return
+        for tensor in states:
+            torch._dynamo.mark_static_address(tensor)
+            for dim in self._dynamic:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
     def _length(self: Any) -> int:
         """How many tokens from the start of ``keys`` hold something."""
@@ -130,9 +135,13 @@ class Pooled:
     def _place(self, name: str) -> Place:
         return self._kind, self._index, name
 
-    def __reduce_ex__(self, protocol: Any) -> tuple:  # copies are upstream's layers
-        state = {k: _compact(v) for k, v in vars(self).items() if not k.startswith("_")}
-        return _restored, (upstream_kind(self), state)
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Copy as upstream's layer, without the rest of the buffers."""
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.clone(memory_format=torch.contiguous_format)
+        return object.__new__, (upstream_kind(self),), state
 
 
 @stands_for(StaticLayer)
@@ -171,7 +180,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
     def new(cls, max_cache_len: int, visible: VisibleLength) -> SlicedStaticLayer:
         layer = cls(max_cache_len)
         layer._visible = visible
-        visible.layers.append(ref(layer))
+        visible.layers.add(layer)
         return layer
 
     def get_seq_length(self) -> Any:
@@ -211,9 +220,6 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         return visible.show(start, start + query_length, self.max_cache_len), 0
 
     def _adopt(self) -> None:
-        self.open()
-
-    def open(self) -> None:
         """Set the keys and values that attention sees to those that ``_visible`` shows."""
         if not self.is_initialized:
             return
@@ -222,8 +228,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
             return
         self._source = (shown, keys, values)
         self._seen = (keys[:, :, :shown], values[:, :, :shown])
-        for states in self._seen:
-            _mark(states, self._dynamic)
+        self._mark(*self._seen)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -257,7 +262,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
             raise IndexError(f"The static cache holds {self.keys.shape[2]} tokens, but gets {end}.")
         visible.is_open = False
         if visible.total == end:
-            self.open()
+            self._adopt()
             keys, values = self._seen
         else:  # get_mask_sizes was not called: the mask is for the whole cache
             keys, values = self.keys, self.values
@@ -286,24 +291,3 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         values.index_copy_(2, places, value_states)
         count.add_(n)
         return keys, values
-
-
-def _restored(kind: Any, state: dict[str, Any]) -> Any:
-    layer = kind.__new__(kind)
-    vars(layer).update(state)
-    return layer
-
-
-def _compact(value: Any) -> Any:
-    """A tensor without the rest of the buffer that it is a part of."""
-    is_tensor = isinstance(value, Tensor)
-    return value.clone(memory_format=torch.contiguous_format) if is_tensor else value
-
-
-def _mark(states: Tensor, dynamic: tuple[int, ...]) -> None:
-    """Tell the compiler that the address stays while the sizes ``dynamic`` may change."""
-    if torch.compiler.is_compiling():
-        return
-    torch._dynamo.mark_static_address(states)
-    for dim in dynamic:
-        torch._dynamo.maybe_mark_dynamic(states, dim)
