@@ -184,7 +184,7 @@ def measure_costs(subject: str, dtype: torch.dtype, context: int, n_turns: int) 
                 model(token, past_key_values=cache, use_cache=True)
             cost.peak = cost.n_bytes + live.peak
             if isinstance(cache, QuantizedCache):  # made before
-                cost.peak += sum(scratch.n_bytes for scratch in cache.scratch)
+                cost.peak += sum(s.buffer.nbytes for s in cache.scratch if s.buffer is not None)
             numbers = numbers or cost.n_bytes // dtype.itemsize
         for turn in range(n_turns):
             order = list(made)

@@ -25,10 +25,7 @@ MUCH_ROOM = 4
 
 @dataclass(slots=True)
 class GrowthPolicy:
-    """How many spare tokens a new buffer gets. All layers of a cache share one policy.
-
-    Together, spare tokens take the memory of one tensor, as concatenating does for a moment.
-    """
+    """How many spare tokens a new buffer gets: in all layers of a cache, the memory of one tensor."""
 
     n_tensors: int = 24  # tensors that grow together
     #: Tokens at the end of the call, if known. A longer cache belongs to another call.

@@ -141,10 +141,7 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 class Scratch:
-    """Memory that layers unpack into in turn, on a CPU, where new memory is slow to fill.
-
-    It is overwritten only if no other tensor shares it any more.
-    """
+    """Memory that layers unpack into in turn, if no tensor shares it: new memory is slow to fill on a CPU."""
 
     #: A new buffer is larger than needed by this share, since the next tokens need more.
     SPARE = 1 / 16
@@ -167,10 +164,6 @@ class Scratch:
         ):
             self.buffer = buffer = like.new_empty(n_numbers + int(n_numbers * self.SPARE))
         return buffer[:n_numbers].view(shape)
-
-    @property
-    def n_bytes(self) -> int:
-        return 0 if self.buffer is None else self.buffer.nbytes
 
     def __reduce__(self) -> tuple[type[Scratch], tuple[()]]:
         return Scratch, ()  # copies begin empty

@@ -78,10 +78,6 @@ class States:
         self.packed = self.packed.map(lambda tensor: tensor.index_select(0, rows))
         self.recent = self.recent.index_select(0, rows)
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.packed.tensors, self.recent))
-
 
 def _unpacked(name: str) -> Any:
     """An attribute that is unpacked when read, and packed when assigned."""
@@ -157,7 +153,8 @@ class QuantizedLayer(TakesRows, DynamicLayer):
     @property
     def n_bytes(self) -> int:
         """Bytes of what is kept between updates."""
-        return sum(states.n_bytes for states in self.states.values())
+        states = self.states.values()
+        return sum(tensor.nbytes for s in states for tensor in (*s.packed.tensors, s.recent))
 
 
 class QuantizedCache(DynamicCache, UpstreamQuantizedCache):

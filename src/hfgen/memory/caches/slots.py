@@ -123,10 +123,7 @@ def move(cache: Any, index: Tensor, changed: Tensor) -> None:
 
 
 def arrange(cache: Any, columns: Tensor) -> None:
-    """Reorder the tokens of each row in place: token ``j`` of row ``i`` becomes its old ``columns[i, j]``.
-
-    All layers have to be of full attention (``layers.keeps_all_tokens``).
-    """
+    """Token ``j`` of row ``i`` becomes its old ``columns[i, j]``, in place, in layers of full attention."""
     for layer in _layers_with_room(cache):
         for states in _growables_of(layer).values():
             states.arrange(columns)

@@ -61,27 +61,27 @@ class VisibleLength:
 
 
 class Pooled:
-    """A static layer whose keys and values are in a pool's buffers. Without a lease, it is upstream's."""
+    """A static layer whose keys and values are in a pool's buffers."""
 
     _kind = ""
     #: Dimensions of ``keys`` and ``values`` that differ from call to call.
     _dynamic: tuple[int, ...] = (0, 2)
-    _lease: Lease | None = None
-    _index = 0
+    _lease: Lease
+    _index: int
 
     def lazy_initialization(self: Any, key_states: Tensor, value_states: Tensor) -> None:
         """Take buffers for as many rows and heads as the states have."""
-        if self._lease is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
             return
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
+        buffers, length, capacity = self._lease.buffers, self.max_cache_len, self._capacity()
         if self.device.type == "cpu":
             self.cumulative_length = self.cumulative_length.to(self.device)
         else:
-            self.cumulative_length = self._lease.buffers.counter(self._place("count"), self)
-        buffers, length, capacity = self._lease.buffers, self.max_cache_len, self._capacity()
+            self.cumulative_length = buffers.counter(self._place("count"), self)
         for name, states in (("keys", key_states), ("values", value_states)):
             setattr(self, name, buffers.take(self._place(name), states, length, capacity))
         torch._dynamo.mark_static_address(self.cumulative_length)
@@ -121,8 +121,8 @@ class Pooled:
         for name in ("keys", "values"):
             states = getattr(self, name)
             chosen = states[:, :, :filled].index_select(0, beam_idx.to(states.device))
-            target = states if len(states) == rows else None
-            if target is None and self._lease is not None:
+            target = states
+            if len(states) != rows:
                 target = self._lease.buffers.with_rows(self._place(name), rows, states)
             if target is None:
                 target = states.new_zeros((rows, *states.shape[1:]))

@@ -91,7 +91,7 @@ class FollowedCalls(ExactCalls):
         if any(isinstance(operand, Scores) for operand in operands):
             return self.follow(function, args, kwargs)
         if function is F.scaled_dot_product_attention:
-            arguments = {"attn_mask": None, "is_causal": False}
+            arguments: dict[str, Any] = {"attn_mask": None, "is_causal": False}
             arguments |= dict(zip(FUSED, args, strict=False)) | kwargs
             named = {FUSED.get(name, name): value for name, value in arguments.items()}
             return exact_attention(self.module, **named)[0].transpose(1, 2)
@@ -109,7 +109,7 @@ class FollowedCalls(ExactCalls):
         names = ("input", "batch1", "batch2") if function in BADDBMM else ("batch1", "batch2")
         operands = {"alpha": 1, "beta": 1} | dict(zip(names, args, strict=False)) | kwargs
         queries, keys, bias = (operands.get(name) for name in ("batch1", "batch2", "input"))
-        biases = ()
+        biases: tuple[Tensor, ...] = ()
         if bias is not None and operands["beta"] and bias.any():
             biases = (bias * float(operands["beta"]),)
         shape = torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2])

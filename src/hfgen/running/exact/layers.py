@@ -263,10 +263,7 @@ def scans(module: nn.Module) -> bool:
 
 
 def with_recurrence(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module with a chunked scan: it runs the recurrence for prompts, too.
-
-    A scan of a prompt and the steps of a recurrence differ by rounding. The recurrence takes longer.
-    """
+    """The forward of a module with a chunked scan, by the recurrence: slower, but steps round as a prompt does."""
     function = inspect.unwrap(type(module).forward)
     names = function.__globals__
     recurrent = {scan: names[step] for scan, step in RECURRENCES.items() if scan in names}

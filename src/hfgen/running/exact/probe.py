@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,44 +80,41 @@ def _try_last(n_keys: int, heads: int, kv_heads: int, size: int, dtype: torch.dt
     for length in sorted({least, n_keys - 3, n_keys, KEYS + least, longest}):
         for n_queries in sorted({min(n, length) for n in (*QUERIES, length)}):
             for padding in (0, 3, 200):
-                out = _beside(q, k, v, length, n_queries, padding)
+                out = _first_row(q, k, v, length, n_queries, padding, padding + length)
                 if not torch.equal(out, whole[0, length - n_queries : length]):
                     return f"{n_queries} queries of {length} keys behind {padding} of padding"
         # Beside a longer row that begins in the same column, blocks follow that this row does not see.
-        own, beside = (_both_ways(q, k, v, length, n_all) for n_all in (length, length + KEYS + 1))
+        both_ways = {"mask_function": bidirectional_mask_function}
+        own, beside = (
+            _first_row(q, k, v, length, length, 0, n_all, **both_ways)
+            for n_all in (length, length + KEYS + 1)
+        )
         if not torch.equal(own, beside):
             return f"{length} keys beside a row of {length + KEYS + 1}"
     return None
 
 
-def _beside(q: Tensor, k: Tensor, v: Tensor, length: int, n_queries: int, padding: int) -> Tensor:
-    """The last queries ``(n_queries, heads, size)`` of ``length`` tokens, behind padding, beside a longer row."""
+def _first_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: int,
+    n_queries: int,
+    padding: int,
+    n_all: int,
+    **options: Any,
+) -> Tensor:
+    """The last ``n_queries`` of ``length`` tokens behind padding, beside a row of ``n_all``: ``(queries, heads, size)``."""
+    is_token = torch.ones(2, n_all, dtype=torch.bool)
+    is_token[0, :padding] = is_token[0, padding + length :] = False
+    n_behind, n_missing = n_all - padding - length, max(n_all - LONGEST, 0)
+    own = [F.pad(x[:, :, :length], (0, 0, padding, n_behind)) for x in (k, v)]
+    beside = [F.pad(x[:, :, :n_all] * 2, (0, 0, 0, n_missing)) for x in (k, v)]
+    keys, values = map(torch.cat, zip(own, beside, strict=True))
     first = length - n_queries
-    kept = torch.ones(2, padding + length, dtype=torch.bool)
-    kept[0, :padding] = False
-    alone = [F.pad(x[:, :, :length], (0, 0, padding, 0)) for x in (k, v)]
-    keys, values = (
-        torch.cat([own, x[:, :, : padding + length] * 2])
-        if padding + length <= LONGEST
-        else own.expand(2, -1, -1, -1)
-        for own, x in zip(alone, (k, v), strict=True)
-    )
-    shape = {"batch_size": 2, "q_length": n_queries, "kv_length": padding + length}
-    mask = exact_mask(**shape, q_offset=padding + first, attention_mask=kept)
+    shape = {"batch_size": 2, "q_length": n_queries, "kv_length": n_all}
+    mask = exact_mask(**shape, q_offset=padding + first, attention_mask=is_token, **options)
     queries = q[:, :, first:length].expand(2, -1, -1, -1)
-    return exact_attention(nn.Module(), queries, keys, values, mask)[0][0]
-
-
-def _both_ways(q: Tensor, k: Tensor, v: Tensor, length: int, n_all: int) -> Tensor:
-    """``length`` queries that see each other's keys, the first of two rows; the other one has ``n_all`` keys."""
-    kept = torch.arange(n_all) < torch.tensor([[length], [n_all]])
-    shape = {"batch_size": 2, "q_length": length, "kv_length": n_all}
-    mask = exact_mask(**shape, attention_mask=kept, mask_function=bidirectional_mask_function)
-    missing = max(n_all - LONGEST, 0)
-    keys, values = (
-        F.pad(x[:, :, :n_all], (0, 0, 0, missing)).expand(2, -1, -1, -1) for x in (k, v)
-    )
-    queries = q[:, :, :length].expand(2, -1, -1, -1)
     return exact_attention(nn.Module(), queries, keys, values, mask)[0][0]
 
 

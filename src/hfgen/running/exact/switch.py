@@ -205,7 +205,7 @@ def _check(model: Any) -> None:
         )
 
 
-def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
+def _set_forwards(model: nn.Module) -> set[tuple[int, int, int]]:
     """Let linear layers, what calls products by itself, and chunked scans compute in tiles and steps.
 
     Returns the shapes of attention: numbers of heads, of heads of keys, and a head's size.
@@ -234,9 +234,9 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
 
 
 @contextmanager
-def _attention_unseen() -> Iterator[set[tuple[int, ...]]]:
+def _attention_unseen() -> Iterator[set[tuple[int, int, int]]]:
     """Hide the inside of ``exact_attention`` from recorders, and yield its shapes as ``_set_forwards`` returns them."""
-    shapes: set[tuple[int, ...]] = set()
+    shapes: set[tuple[int, int, int]] = set()
 
     def hidden(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         shapes.add((query.shape[1], key.shape[1], query.shape[3]))
@@ -250,7 +250,7 @@ def _attention_unseen() -> Iterator[set[tuple[int, ...]]]:
         ALL_ATTENTION_FUNCTIONS.register(NAME, exact_attention)
 
 
-def _probed(model: Any, shapes: set[tuple[int, ...]]) -> tuple[Operation, ...]:
+def _probed(model: Any, shapes: set[tuple[int, int, int]]) -> tuple[Operation, ...]:
     """Probe each kind of operation, then the model; raise ``InexactError`` for what is not exact."""
     operations = (
         *probe.operations(_inputs_of_layers(model)),

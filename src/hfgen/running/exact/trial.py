@@ -83,10 +83,7 @@ def run_model(model: Any) -> None:
 
 @torch.no_grad()
 def try_model(model: Any) -> str | None:
-    """Where the logits of a row in a padded batch, or in steps with a cache, differ from those of the row alone.
-
-    None if they are the same, bit by bit; else the way, and the first layer whose output differs.
-    """
+    """In which way, and in which layer first, a row's logits differ from those of the row alone; None if in no bit."""
     all_ways = ways(model)
     alone = all_ways["alone"]()
     for name, way in all_ways.items():
