@@ -250,7 +250,7 @@ class GrowingCache(DynamicCache):
         if self.offloading:
             return
         growth.n_tensors = 2 * len(self.layers) or growth.n_tensors
-        self.layers = [as_growing(layer, growth) for layer in self.layers]
+        self.layers = list(map(partial(as_growing, growth=growth), self.layers))
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = partial(as_growing, cache_utils.DynamicLayer(), growth)
 

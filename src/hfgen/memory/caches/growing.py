@@ -227,8 +227,8 @@ class GrowableTensor:
             self.view = self.view.index_select(0, rows)
             return
         n_rows, length, written = len(self.view), self.view.shape[-2], self.written
-        held = self.buffer if n_rows == len(self.buffer) else self.buffer[:n_rows]
-        self._adopt(held.index_select(0, rows), self.end - length, length)
+        used = self.buffer if n_rows == len(self.buffer) else self.buffer[:n_rows]
+        self._adopt(used.index_select(0, rows), self.end - length, length)
         self.written = max(written, self.end)
 
     def reorder_beams(self, rows: Tensor) -> None:

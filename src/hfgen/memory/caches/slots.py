@@ -259,8 +259,8 @@ def states_of(layer: Any) -> dict[Place, Tensor]:
     """The states that a layer of transformers' kinds holds."""
     states: dict[Place, Tensor] = {}
     for name in STATES:
-        held = getattr(layer, name, None)
-        tensors = held if isinstance(held, dict) else {None: held}
+        value = getattr(layer, name, None)
+        tensors = value if isinstance(value, dict) else {None: value}
         for index, tensor in tensors.items():
             if tensor is not None and not is_nothing(tensor):
                 states[name, index] = tensor
@@ -310,8 +310,8 @@ def _join(layer: Any, other: Any) -> None:
             growable.join(added[..., -n_kept:, :], spare)
             continue
         row_dim, token_dim = STATES[place[0]]
-        held = states_of(layer)[place]
-        both = [held, added.to(held.device)]
+        former = states_of(layer)[place]
+        both = [former, added.to(former.device)]
         if token_dim is not None:
             length = max(tensor.shape[token_dim] for tensor in both)
             both = [padded(tensor, token_dim, length) for tensor in both]

@@ -7,7 +7,7 @@ pass, ``get_mask_sizes`` decides how many tokens attention gets: the filled ones
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class VisibleLength:
         self.is_recorded = False
         #: Whether a graph of the forward is being recorded, which may not depend on the length.
         self.is_recording = False
-        self.layers: WeakSet[SlicedStaticLayer] = WeakSet()
+        self.layers: list[ref[SlicedStaticLayer]] = []
 
     def show(self, start: int, total: int, capacity: int) -> int:
         """Return how many of ``capacity`` tokens attention sees in a forward of tokens ``start:total``."""
@@ -48,15 +48,17 @@ class VisibleLength:
         is_whole = self.is_whole or (self.is_whole_to_prompts and is_prompt)
         self.shown = capacity if is_whole else min(-(-total // grain) * grain, capacity)
         self.total, self.is_open = total, True
-        for layer in self.layers:
-            layer._adopt()
+        for layer_ref in self.layers:
+            if (layer := layer_ref()) is not None:
+                layer._adopt()
         return self.shown
 
     def close(self) -> None:
         """Note the tokens of a compiled forward, unless ``update`` outside of the graph has."""
         if self.is_open:
-            for layer in self.layers:
-                layer._note(self.total)
+            for layer_ref in self.layers:
+                if (layer := layer_ref()) is not None:
+                    layer._note(self.total)
         self.is_open = False
 
 
@@ -180,7 +182,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
     def new(cls, max_cache_len: int, visible: VisibleLength) -> SlicedStaticLayer:
         layer = cls(max_cache_len)
         layer._visible = visible
-        visible.layers.add(layer)
+        visible.layers.append(ref(layer))
         return layer
 
     def get_seq_length(self) -> Any:

@@ -54,10 +54,10 @@ def exact_attention(
         if causal and n_queries > 1:
             visible = visible.tril(n_keys - n_queries)
         spans = [Span(slice(0, len(query)), 0, 0, None, visible)]
-    elif (found := spans_of(attention_mask)) is not None:
-        spans = found
-    elif (made := spans_within(attention_mask)) is not None:
-        spans, added = made
+    elif (of_mask := spans_of(attention_mask)) is not None:
+        spans = of_mask
+    elif (within := spans_within(attention_mask)) is not None:
+        spans, added = within
         added = added.float().expand(len(added), query.shape[1], n_queries, -1)
         position_bias = added if position_bias is None else position_bias + added
     else:

@@ -128,47 +128,47 @@ class FollowedCalls(ExactCalls):
         product, shape, dtype = scores.product, scores.shape, scores.dtype
         others = [a for a in (*args, *kwargs.values()) if a is not scores]
         is_first = bool(args) and args[0] is scores
-        known: Product | None = None
+        result: Product | None = None
         if product.is_normalised and function in FOLLOWED and is_first and len(others) == 1:
             return self.attend(scores, others[0])
         if name in SHAPES and is_first:
             shape = getattr(torch.empty(shape, device="meta"), name)(*args[1:], **kwargs).shape
-            known = product if shape[-2:] == scores.shape[-2:] else None
+            result = product if shape[-2:] == scores.shape[-2:] else None
         elif name in CASTS and is_first:
             rest = [torch.empty(0, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args[1:]]
             dtype = getattr(torch.empty(0, dtype=dtype), name)(*rest, **kwargs).dtype
-            known = product
+            result = product
         elif name == "dropout":
             options = {"p": 0.5, "training": True}
             options |= dict(zip(options, args[1:], strict=False)) | kwargs
-            known = None if options["training"] and options["p"] else product
+            result = None if options["training"] and options["p"] else product
         elif product.is_normalised:
             pass
         elif name == "softmax" and kwargs.get("dim", *args[1:2]) in (-1, len(shape) - 1):
             dtype = kwargs.get("dtype") or dtype
-            known = replace(product, is_normalised=True)
+            result = replace(product, is_normalised=True)
         elif name in FACTORS and len(others) == 1 and _is_number(others[0]):
             factor = float(others[0]) ** FACTORS[name]
             biases = tuple(bias * factor for bias in product.biases)
             if factor > 0:  # another would make the largest score of a hidden one, minus infinity
-                known = replace(product, scale=product.scale * factor, biases=biases)
+                result = replace(product, scale=product.scale * factor, biases=biases)
         elif name in SUMS and len(others) == 1 and isinstance(others[0], Tensor):
             if spans_of(others[0]) is not None:
-                known = replace(product, mask=others[0]) if product.mask is None else None
+                result = replace(product, mask=others[0]) if product.mask is None else None
             elif others[0].dtype != torch.bool:
-                known = replace(product, biases=(*product.biases, others[0]))
+                result = replace(product, biases=(*product.biases, others[0]))
         elif name in ("masked_fill", "masked_fill_") and is_first and float(others[1]) <= HIDDEN:
-            known = with_hidden(product, others[0])
+            result = with_hidden(product, others[0])
         elif name == "where" and len(args) == 3 and args[1] is scores and args[2] <= HIDDEN:
-            known = with_hidden(product, ~args[0])
+            result = with_hidden(product, ~args[0])
         elif name in ("max", "maximum") and len(others) == 1 and float(others[0]) <= HIDDEN:
-            known = product
-        if known is None:
+            result = product
+        if result is None:
             raise refusal(self.module, product.function)
         if name.endswith("_") and not name.endswith("__"):
-            scores.product = known
+            scores.product = result
             return scores
-        return Scores.of(known, shape, dtype)
+        return Scores.of(result, shape, dtype)
 
     def attend(self, scores: Scores, values: Tensor) -> Tensor:
         """Attention's output, as the module's product of its weights and ``values (…, keys, size)`` would have it."""

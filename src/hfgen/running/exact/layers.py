@@ -24,9 +24,11 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
 
 from ..linears.forward import PackedForward, own_forward
-from .spans import in_tiles
+from .attention import exact_attention
+from .spans import NAME, in_tiles
 
 #: Products of activations with a weight, by the functions that models call.
 LINEAR = (F.linear, torch._C._nn.linear)
@@ -193,7 +195,8 @@ class Recorder(TorchFunctionMode):
     """Within: notes which modules call matrix products by themselves.
 
     ``callers``: modules with products that tiles serve. ``attending``: those with products of activations, as
-    attention has, and the function. ``refused``: those with other products, and the function.
+    attention has, and the function. ``refused``: those with other products, and the function. ``shapes``: numbers of
+    heads, of heads of keys, and a head's size, in calls of ``exact_attention``, inside of which nothing is noted.
     """
 
     def __init__(self) -> None:
@@ -204,6 +207,7 @@ class Recorder(TorchFunctionMode):
         self.callers: set[nn.Module] = set()
         self.attending: dict[nn.Module, str] = {}
         self.refused: dict[nn.Module, str] = {}
+        self.shapes: set[tuple[int, int, int]] = set()
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -235,12 +239,21 @@ class Recorder(TorchFunctionMode):
         def pop(module: nn.Module, args: Any, output: Any) -> None:
             self.stack.pop()
 
-        with (
-            register_module_forward_pre_hook(lambda module, args: self.stack.append(module)),
-            register_module_forward_hook(pop, always_call=True),
-            self,
-        ):
-            yield self
+        def unseen(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.shapes.add((query.shape[1], key.shape[1], query.shape[3]))
+            with torch._C.DisableTorchFunction():
+                return exact_attention(module, query, key, *args, **kwargs)
+
+        AttentionInterface.register(NAME, unseen)
+        try:
+            with (
+                register_module_forward_pre_hook(lambda module, args: self.stack.append(module)),
+                register_module_forward_hook(pop, always_call=True),
+                self,
+            ):
+                yield self
+        finally:
+            AttentionInterface.register(NAME, exact_attention)
 
 
 def refusal(module: nn.Module, function: str) -> ValueError:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from transformers.masking_utils import bidirectional_mask_function
 
-from . import spans
+from . import spans, trial
 from .attention import exact_attention
 from .spans import KEYS, exact_mask
 
@@ -118,8 +119,27 @@ def _first_row(
     return exact_attention(nn.Module(), queries, keys, values, mask)[0][0]
 
 
-def operations(inputs: dict[nn.Module, Tensor]) -> Iterator[Operation]:
-    """Try a layer of each kind (class, shapes of weights, input) on random rows like the one that it got in ``inputs``."""
+def of_layers(model: nn.Module) -> Iterator[Operation]:
+    """Try a layer of each kind (class, shapes of weights, input) on random rows.
+
+    Layers have no layers inside, and take one tensor of activations.
+    """
+    inputs: dict[nn.Module, Tensor] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        is_layer = not any(module.children()) and not isinstance(module, _ConvNd)
+        is_of_one = len(args) == 1 and all(isinstance(x, Tensor) for x in (*args, output))
+        if (
+            is_layer
+            and is_of_one
+            and not kwargs
+            and args[0].dim() > 1
+            and args[0].is_floating_point()
+        ):
+            inputs[module] = args[0]
+
+    with trial.hooked(model, note):
+        trial.run_model(model)
     tried = set()
     for module, example in inputs.items():
         size, dtype = example.shape[-1], example.dtype

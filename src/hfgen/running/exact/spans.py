@@ -143,16 +143,13 @@ def spans_within(mask: Tensor) -> tuple[list[Span], Tensor] | None:
     ``mask (rows or 1, heads or 1, queries, keys)``: bools, or numbers that are added to scores. ``None`` if no
     newest mask of that shape hides less, or if the rows' first keys are others.
     """
-    if mask.dim() != 4:
-        return None
-    if (known := getattr(mask, _WITHIN, None)) is not None:  # another layer has asked
-        found: tuple[list[Span], Tensor] = known
-        return found
+    result: tuple[list[Span], Tensor] | None = getattr(mask, _WITHIN, None)  # of another layer
+    if result is not None or mask.dim() != 4:
+        return result
     is_seen = mask if mask.dtype == torch.bool else mask > HIDDEN
     for whole in reversed(_newest.masks):
-        if whole.shape[2:] != mask.shape[2:] or len(mask) not in (1, len(whole)):
-            continue
-        if (is_seen & ~whole).any():
+        is_like = whole.shape[2:] == mask.shape[2:] and len(mask) in (1, len(whole))
+        if not is_like or (is_seen & ~whole).any():
             continue
         spans: list[Span] = getattr(whole, _SPANS)
         is_key = (is_seen & whole).any(dim=2).any(dim=1)
@@ -165,9 +162,9 @@ def spans_within(mask: Tensor) -> tuple[list[Span], Tensor] | None:
         added = mask
         if mask.dtype == torch.bool:
             added = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-        found = spans, added.masked_fill(~whole, 0.0)
-        setattr(mask, _WITHIN, found)
-        return found
+        result = spans, added.masked_fill(~whole, 0.0)
+        setattr(mask, _WITHIN, result)
+        return result
     return None
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ... import families
 from ..linears import choice
 from ..linears.forward import PackedForward
 from ..row_states import foreign_code
 from . import layers, probe, trial
-from .attention import exact_attention
 from .followed import with_followed_calls
 from .probe import Operation
 from .spans import NAME
@@ -206,15 +201,12 @@ def _check(model: Any) -> None:
 
 
 def _set_forwards(model: nn.Module) -> set[tuple[int, int, int]]:
-    """Let linear layers, what calls products by itself, and chunked scans compute in tiles and steps.
-
-    Returns the shapes of attention: numbers of heads, of heads of keys, and a head's size.
-    """
+    """Let linear layers, what calls products by itself, and chunked scans compute in tiles; return ``Recorder.shapes``."""
     for module in filter(layers.scans, model.modules()):
         layers.set_forward(module, layers.with_recurrence)
     recorder = layers.Recorder()
     try:
-        with _attention_unseen() as shapes, recorder.following():
+        with recorder.following():
             trial.run_model(model)
     except Exception as error:  # a model with a scan does not take all ways
         for module, function in (recorder.refused | recorder.attending).items():
@@ -230,30 +222,13 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, int, int]]:
             layers.set_forward(module, with_followed_calls)
         elif forward is None and module in recorder.callers:
             layers.set_forward(module, layers.with_exact_calls)
-    return shapes
-
-
-@contextmanager
-def _attention_unseen() -> Iterator[set[tuple[int, int, int]]]:
-    """Hide the inside of ``exact_attention`` from recorders, and yield its shapes as ``_set_forwards`` returns them."""
-    shapes: set[tuple[int, int, int]] = set()
-
-    def hidden(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        shapes.add((query.shape[1], key.shape[1], query.shape[3]))
-        with torch._C.DisableTorchFunction():
-            return exact_attention(module, query, key, *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, hidden)
-    try:
-        yield shapes
-    finally:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, exact_attention)
+    return recorder.shapes
 
 
 def _probed(model: Any, shapes: set[tuple[int, int, int]]) -> tuple[Operation, ...]:
     """Probe each kind of operation, then the model; raise ``InexactError`` for what is not exact."""
     operations = (
-        *probe.operations(_inputs_of_layers(model)),
+        *probe.of_layers(model),
         *(probe.of_attention(*shape, model.dtype) for shape in sorted(shapes)),
     )
     for operation in operations:
@@ -266,24 +241,3 @@ def _probed(model: Any, shapes: set[tuple[int, int, int]]) -> tuple[Operation, .
     if (difference := trial.try_model(model)) is not None:
         raise InexactError(f"exact: {type(model).__name__} is not exact {difference}.", operations)
     return operations
-
-
-def _inputs_of_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
-    """Layers without layers inside that take one tensor of activations, each with an input that it got."""
-    inputs: dict[nn.Module, Tensor] = {}
-
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        is_layer = not any(module.children()) and not isinstance(module, _ConvNd)
-        if (
-            is_one
-            and is_layer
-            and isinstance(output, Tensor)
-            and args[0].dim() > 1
-            and args[0].is_floating_point()
-        ):
-            inputs[module] = args[0]
-
-    with trial.hooked(model, note):
-        trial.run_model(model)
-    return inputs

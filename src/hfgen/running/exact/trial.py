@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -171,34 +170,31 @@ def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
 
 def first_difference(model: nn.Module, alone: Way, beside: Way, row: int) -> str:
     """The first layer whose output for the tokens of ``row`` differs between two ways to compute it."""
-    outputs: list[list[tuple[str, Tensor]]] = [[], []]
     names = {module: name for name, module in model.named_modules()}
-    for way, way_outputs in zip((alone, beside), outputs, strict=True):
 
-        def note(
-            module: Any, args: Any, kwargs: Any, output: Any, noted: Any = way_outputs
-        ) -> None:
+    def outputs_of(way: Way) -> dict[str, list[Tensor]]:
+        outputs: dict[str, list[Tensor]] = {}
+
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, Tensor):
-                noted.append((f"{names[module]} ({type(module).__name__})", output))
+                name = f"{names[module]} ({type(module).__name__})"
+                outputs.setdefault(name, []).append(output)
 
         with hooked(model, note):
             way()
-    in_way: dict[str, list[Tensor]] = {}
-    for name, output in outputs[1]:
-        in_way.setdefault(name, []).append(output)
-    calls: Counter[str] = Counter()
-    for name, output in outputs[0]:
-        calls[name] += 1
-        if calls[name] != row + 1 or output.dim() != 3:  # a layer is called once for each row
+        return outputs
+
+    outputs_beside = outputs_of(beside)
+    for name, calls in outputs_of(alone).items():
+        if len(calls) <= row or calls[row].dim() != 3:  # a layer is called once for each row
             continue
-        size, others = output.shape[1:], in_way.get(name, [])
-        parts = [o[row] for o in others if o.dim() == 3 and row < len(o) and o.shape[2] == size[1]]
-        if sum(map(len, parts)) < size[0]:
+        expected, others = calls[row][0], outputs_beside.get(name, [])  # (tokens, size)
+        n, size = expected.shape
+        parts = [o[row] for o in others if o.dim() == 3 and row < len(o) and o.shape[2] == size]
+        if sum(map(len, parts)) < n:
             continue  # rows and tokens in another order: the next layer tells
         tokens = torch.cat(parts)
-        if not any(
-            torch.equal(output[0], part) for part in (tokens[: size[0]], tokens[-size[0] :])
-        ):
+        if not (torch.equal(expected, tokens[:n]) or torch.equal(expected, tokens[-n:])):
             return f"the first layer with another output is {name}"
     return "no layer's output differs, but the logits do"
