@@ -689,6 +689,27 @@ def test_a_cache_of_another_model(other: dict[str, int], words: str) -> None:
         assert torch.equal(layer.keys, keys)
 
 
+@pytest.mark.parametrize("implementation", [None, "quantized", "offloaded"])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"num_hidden_layers": 3}, "3 layers.* 2 that keep"),
+        ({"num_key_value_heads": 4}, "2 rows of 4 heads of size 8"),
+    ],
+    ids=str,
+)
+def test_a_cache_that_generate_made_for_another_model(
+    other: dict[str, int], words: str, implementation: str | None
+) -> None:
+    ids = tiny.prompt(2, 7)
+    options = {"cache_implementation": implementation, "return_dict_in_generate": True}
+    outputs = hfgen.mix_into(tiny.llama(**other)).generate(ids[:, :4], max_new_tokens=2, **options)
+    with pytest.raises(ValueError, match=f"{words}.*another model"):
+        hfgen.mix_into(tiny.llama()).generate(
+            ids, past_key_values=outputs.past_key_values, max_new_tokens=4
+        )
+
+
 def test_a_cache_of_cross_attention_for_a_model_without() -> None:
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(ValueError, match=r"EncoderDecoderCache.*no cross-attention"):

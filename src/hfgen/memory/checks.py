@@ -43,7 +43,7 @@ def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
                 "It was filled by another model."
             )
     # A model's own class of cache decides how many layers it has.
-    if decoder.layers and type(decoder).__module__ == DynamicCache.__module__:
+    if decoder.layers and not cache_layers.is_foreign_part(decoder):
         expected = len(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
         if expected and len(decoder.layers) != expected:
             raise ValueError(
@@ -87,8 +87,9 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
             "the call has not ended. Make it longer (`max_cache_len`), or lower `max_new_tokens`."
         ) from error
     except RuntimeError as error:
-        is_misfit = shape and "Sizes of tensors must match" in str(error)
-        if not is_misfit or shape_of_keys() != shape:
+        texts = ("Sizes of tensors must match", "The expanded size of the tensor")
+        is_misfit = any(text in str(error) for text in texts)
+        if not shape or not is_misfit or shape_of_keys() != shape:
             raise
         n_rows, heads, _, size = shape
         raise ValueError(
