@@ -179,7 +179,7 @@ def _hooks(attributes: dict[str, Any]) -> Iterator[int]:
 def _place(tensor: Tensor) -> tuple:
     try:
         return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
-    except (RuntimeError, NotImplementedError):  # tensors of other libraries, without memory
+    except RuntimeError:  # tensors of other libraries, without memory
         return (id(tensor),)
 
 

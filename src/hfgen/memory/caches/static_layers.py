@@ -277,7 +277,6 @@ class SlicedStaticLayer(Pooled, StaticLayer):
     def _update_in_graph(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """``update`` in a compiled graph, which must not depend on the length."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
             keys, values = super().update(key_states, value_states)
             shown = self._visible.shown if self._visible.is_open else self.max_cache_len
             return keys[:, :, :shown], values[:, :, :shown]
