@@ -74,7 +74,7 @@ IDEAS = [
     Idea(
         "continuous batching",
         ["transformers.generation.continuous_batching"],
-        ["hfgen.engine", "hfgen.memory.caches.joining"],
+        ["hfgen.engine", "hfgen.memory.caches.slots"],
     ),
     Idea("grammars", [], ["hfgen.logits.grammar"]),
     Idea("seeds", [], ["hfgen.state.seeds", "hfgen.state.draws"]),
