@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hfgen.logits.logprobs.settings import MODES
-from hfgen.settings.fields import FIELDS, OWN_FIELDS, PER_ROW
-from hfgen.settings.sampler_order import PRESETS
+from hfgen.logits.logprobs.result import MODES
+from hfgen.settings.fields import FIELDS, OWN_FIELDS, PER_ROW, PRESETS
 from hfgen.settings.vllm import PARAMS
 from tests.test_vllm import TAKEN
 

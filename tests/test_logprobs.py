@@ -15,8 +15,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 import hfgen
 from hfgen.decoding.strategies import Sample
-from hfgen.logits.logprobs.result import measure
-from hfgen.logits.logprobs.settings import LogprobRequest, Settings
+from hfgen.logits.logprobs.result import LogprobRequest, Settings, measure
 from tests import tiny
 from tests.markov import Markov
 from tests.parity.decoder_families import DECODER_FAMILIES

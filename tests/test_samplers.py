@@ -23,7 +23,7 @@ from hfgen.logits.processors.samplers import (
     TopA,
     TopNSigma,
 )
-from hfgen.settings.sampler_order import PRESETS, SAMPLERS
+from hfgen.settings.fields import PRESETS, SAMPLERS
 from tests import tiny
 from tests.llama_cpp import Sampler, with_llama_cpp
 

@@ -58,12 +58,12 @@ def test_noise_has_the_moments_of_gumbels() -> None:
 
 def test_uniform_numbers_fill_the_open_interval() -> None:
     keys = seeds.keys_of(list(range(20_000)), 1, "cpu")
-    drawn = seeds.uniform(keys, 3, salt=-1)
+    drawn = seeds.uniform(keys, 3, torch.tensor(-1))
     assert drawn.min() > 0
     assert drawn.max() < 1
     counts = torch.histc(drawn, bins=20, min=0, max=1)
     assert chi_square(counts, torch.full((20,), 1 / 20)) < limit(19)
-    assert not torch.equal(drawn, seeds.uniform(keys, 3, salt=-2))
+    assert not torch.equal(drawn, seeds.uniform(keys, 3, torch.tensor(-2)))
 
 
 @pytest.mark.parametrize("share_left", [0.05, 0.9])

@@ -24,7 +24,7 @@ from benchmarks.side_by_side import unmixed
 from hfgen.decoding.strategies.base import InvalidScores, InvalidScoresError
 from hfgen.logits.processors import LogitsProcessorList, fused
 from hfgen.logits.processors.per_row import MinPPerRow, TemperaturePerRow, TopKPerRow, TopPPerRow
-from hfgen.state import draws, seeds, survivors
+from hfgen.state import seeds, survivors
 from tests import tiny
 
 NO = -math.inf
@@ -259,7 +259,7 @@ def by_torch(scores: torch.Tensor, n: int) -> torch.Tensor:
 
 def check_draws(scores: torch.Tensor, n: int, seed: int) -> bool:
     """Whether a draw from few tokens was made; ``AssertionError`` unless it was torch's."""
-    before, (ours, after) = torch.get_rng_state(), drawn(draws.draw, scores, n, seed)
+    before, (ours, after) = torch.get_rng_state(), drawn(survivors.draw, scores, n, seed)
     theirs, expected = drawn(by_torch, scores, n, seed)
     if ours is None:
         torch.manual_seed(seed)
@@ -298,9 +298,9 @@ def test_no_draw_of_few_where_torch_has_to_be_asked() -> None:
     assert not check_draws(normal(2, LARGE, 0), 1, 0)  # nothing was ruled out
     assert not check_draws(few.double(), 1, 0)
     assert not check_draws(few[:, :100].masked_fill(few[:, :100] == NO, -1), 1, 0)
-    with mock.patch.object(draws, "MARGIN", 1.0):
+    with mock.patch.object(survivors, "MARGIN", 1.0):
         assert not check_draws(few, 1, 0)
-    with mock.patch.object(draws, "draws_by_uniforms", return_value=False):
+    with mock.patch.object(survivors, "draws_by_uniforms", return_value=False):
         assert not check_draws(few, 1, 0)
 
 
@@ -309,14 +309,14 @@ def test_another_torch_is_noticed() -> None:
         return tensor.copy_(exponential(tensor.double(), **options) * 1.001)
 
     exponential = torch.Tensor.exponential_
-    assert draws.draws_by_uniforms.__wrapped__()
+    assert survivors.draws_by_uniforms.__wrapped__()
     with mock.patch.object(torch.Tensor, "exponential_", other):
-        assert not draws.draws_by_uniforms.__wrapped__()
+        assert not survivors.draws_by_uniforms.__wrapped__()
 
 
 def test_trying_it_out_draws_nothing() -> None:
     state = torch.get_rng_state()
-    draws.draws_by_uniforms.__wrapped__()
+    survivors.draws_by_uniforms.__wrapped__()
     assert torch.equal(state, torch.get_rng_state())
 
 

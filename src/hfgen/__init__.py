@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .running.ranks import RankError as RankError
     from .session import Session as Session
     from .settings import grammar as grammar
-    from .settings.cancellation import Cancellation as Cancellation
+    from .logits.stopping.tokens import Cancellation as Cancellation
     from .streaming import StreamEvent as StreamEvent
     from .tools.builtin import builtin_model as builtin_model
     from .tools.inspect import trace as trace
@@ -65,7 +65,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "tools.builtin": ["builtin_model"],
     "memory.caches.pool": ["free_caches"],
-    "settings.cancellation": ["Cancellation"],
+    "logits.stopping.tokens": ["Cancellation"],
     "prepare.generation_config": ["GenerationConfig", "SamplingParams"],
     "decoding.activations": ["Record"],
     "decoding.card": ["Card", "card"],

@@ -33,9 +33,7 @@ class GenerationConfig(transformers.GenerationConfig):
         validate.check_cache_implementation(self.cache_implementation)
         for value in rows.each(self.max_new_tokens):
             FIELDS["max_new_tokens"].check("max_new_tokens", value)
-        values = dict(vars(self))
-        hidden = _own_values(values) | dict.fromkeys(rows.lists_in(values))
-        with _replaced(self, hidden):
+        with _without_own_values(self, *rows.lists_in(vars(self))):
             super().validate(strict=strict, **kwargs)
 
     @classmethod
@@ -60,21 +58,19 @@ for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays 
     setattr(GenerationConfig, _name, _default)
 
 
-def _own_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Substitutes for values that upstream's validation refuses: no new tokens, registered caches."""
-    hidden: dict[str, Any] = {}
-    if is_zero(values.get("max_new_tokens")):
-        hidden["max_new_tokens"] = None
-    if not caches.is_upstreams(values.get("cache_implementation")):
-        hidden["cache_implementation"] = "dynamic"
-    return hidden
-
-
 @contextmanager
-def _replaced(config: Any, replacements: dict[str, Any]) -> Iterator[None]:
-    """Within, fields of ``config`` have other values."""
-    values = {name: getattr(config, name) for name in replacements}
-    vars(config).update(replacements)
+def _without_own_values(config: Any, *unset: str) -> Iterator[None]:
+    """Within, ``unset`` fields are ``None``, and others have no value that only hfgen knows.
+
+    These are no new tokens, and caches that were registered.
+    """
+    hidden = (*unset, "max_new_tokens", "cache_implementation")
+    values = {name: getattr(config, name) for name in hidden}
+    vars(config).update(dict.fromkeys(unset))
+    if is_zero(config.max_new_tokens):
+        config.max_new_tokens = None
+    if not caches.is_upstreams(config.cache_implementation):
+        config.cache_implementation = "dynamic"
     try:
         yield
     finally:
@@ -86,7 +82,7 @@ def taking_own_values(config: Any) -> Iterator[None]:
     """Within, ``config.update`` takes what only hfgen takes, whatever the class of ``config``."""
 
     def validate(**kwargs: Any) -> None:
-        with _replaced(config, _own_values(dict(vars(config)))):
+        with _without_own_values(config):
             type(config).validate(config, **kwargs)
 
     config.validate = validate

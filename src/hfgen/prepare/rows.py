@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from ..settings.fields import FIELDS, PER_CALL, PER_ROW, FieldError
 from ..state import seeds
 from ..state.call import Call, Prompt, Request
-from ..state.rows import RowParams
+from ..state.run import RowParams
 
 
 def each(value: Any) -> list[Any]:
@@ -152,7 +152,7 @@ def common_mode(params: RowParams, do_sample: bool, assistant_model: Any) -> Any
 def check_call(call: Call, rows: RowParams, prompt: Prompt) -> None:
     """Raise ``ValueError`` if there is not one value for each prompt, or nobody to read them."""
     if len(rows) != prompt.batch_size:
-        names = ", ".join(f"`{name}`" for name in rows.given)
+        names = ", ".join(f"`{name}`" for name in rows.list_arguments)
         raise ValueError(
             f"A list has to have one value for each prompt: {names} has {len(rows)}, and the batch has "
             f"{prompt.batch_size} prompts."

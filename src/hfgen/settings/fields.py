@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from . import kinds as of
-from .kinds import Kind, Range, at_least, is_positive_float, is_zero, tokens_in
+from .kinds import Kind, Range, at_least, tokens_in
 
 
 class FieldError(TypeError, ValueError):
@@ -90,28 +90,12 @@ PER_ROW: dict[str, Field] = {
     "eos_token_id": Field(of.TOKENS),
     # Sampling
     "seed": own(of.SIZE, of.INT64),
-    "temperature": Field(
-        of.NUMBER,
-        Range("a float above 0; 0 decodes greedily", lambda x: is_zero(x) or is_positive_float(x)),
-        "do_sample",
-    ),
-    "top_k": Field(
-        of.SIZE, Range("a positive integer; 0 or -1 is off", lambda n: n >= -1), "do_sample"
-    ),
-    "top_p": Field(
-        of.NUMBER,
-        Range("between 0 and 1; 1 is off", lambda x: 0 <= x <= 1),
-        "do_sample",
-        ignores=lambda x: x > 1,
-    ),
-    "min_p": Field(of.NUMBER, Range("between 0 and 1", lambda x: 0 <= x <= 1), "do_sample"),
+    "temperature": Field(of.NUMBER, of.TEMPERATURE, "do_sample"),
+    "top_k": Field(of.SIZE, of.COUNT, "do_sample"),
+    "top_p": Field(of.NUMBER, of.MASS, "do_sample", ignores=lambda x: x > 1),
+    "min_p": Field(of.NUMBER, of.UNIT, "do_sample"),
     "top_h": Field(of.NUMBER, Range("above 0 and at most 1", lambda x: 0 < x <= 1), "do_sample"),
-    "typical_p": Field(
-        of.NUMBER,
-        Range("above 0 and at most 1; 1 is off", lambda x: 0 < x <= 1),
-        "do_sample",
-        ignores=lambda x: x > 1,
-    ),
+    "typical_p": Field(of.NUMBER, of.TYPICAL, "do_sample", ignores=lambda x: x > 1),
     "epsilon_cutoff": Field(of.NUMBER, of.CUTOFF, "do_sample", ignores=lambda x: not 0 <= x < 1),
     "eta_cutoff": Field(of.NUMBER, of.CUTOFF, "do_sample", ignores=lambda x: not 0 <= x < 1),
     "top_n_sigma": own(of.NUMBER, of.POSITIVE, "do_sample"),
@@ -125,7 +109,7 @@ PER_ROW: dict[str, Field] = {
     "mirostat": own(of.SIZE, Range("1 or 2; 0 is off", lambda n: n in (0, 1, 2)), "do_sample"),
     "mirostat_tau": own(of.NUMBER, of.POSITIVE, "do_sample", default=5.0),
     "mirostat_eta": own(of.NUMBER, of.POSITIVE, "do_sample", default=0.1),
-    "adaptive_target": own(of.NUMBER, Range("between 0 and 1", lambda x: 0 <= x <= 1), "do_sample"),
+    "adaptive_target": own(of.NUMBER, of.UNIT, "do_sample"),
     "adaptive_decay": own(of.NUMBER, of.CUTOFF, "do_sample", default=0.9),
     # Scores
     "guidance_scale": Field(of.NUMBER, of.FINITE),
@@ -272,3 +256,59 @@ def require_eos(eos: Any, penalty: Any) -> None:
 def is_on(name: str, value: Any) -> bool:
     """Whether the field ``name`` has a value that others need: it samples, it has several beams."""
     return value is not None and bool(value > 1 if name == "num_beams" else value)
+
+
+#: The name of a sampler, and the fields that turn it on.
+SAMPLERS: dict[str, tuple[str, ...]] = {
+    "penalties": ("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    "dry": ("dry_multiplier",),
+    "temperature": ("dynatemp_range", "temperature"),
+    "smoothing": ("smoothing_factor",),
+    "top_n_sigma": ("top_n_sigma",),
+    "top_h": ("top_h",),
+    "top_k": ("top_k",),
+    "top_p": ("top_p",),
+    "min_p": ("min_p",),
+    "top_a": ("top_a",),
+    "typical_p": ("typical_p",),
+    "epsilon_cutoff": ("epsilon_cutoff",),
+    "eta_cutoff": ("eta_cutoff",),
+    "p_less": ("p_less",),
+    "xtc": ("xtc_probability",),
+    "mirostat": ("mirostat",),
+    "adaptive_p": ("adaptive_target",),
+}
+
+#: The order of other libraries. ``"hf"`` is that of ``logits/processors/__init__.py``, which transformers has, too.
+PRESETS: dict[str, tuple[str, ...]] = {
+    "hf": (),
+    "vllm": ("penalties", "temperature", "min_p", "top_k", "top_p"),
+    "llama.cpp": (
+        *("penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p"),
+        *("xtc", "temperature"),
+    ),
+}
+
+
+def sampler_fields(order: str | list[str] | None) -> tuple[str, ...]:
+    """The fields of the samplers that ``order`` names, in that order: a preset, or a list of names.
+
+    Raises ``ValueError`` for names that there are none of, and for a sampler that is named twice.
+    """
+    names: Any = [] if order is None else order
+    if isinstance(names, str):
+        if names not in PRESETS:
+            presets = ", ".join(map(repr, PRESETS))
+            raise ValueError(
+                f"`sampler_order` has to be one of {presets}, or a list of samplers, but is "
+                f"{with_suggestions([names], PRESETS)}."
+            )
+        names = PRESETS[names]
+    if unknown := [name for name in names if name not in SAMPLERS]:
+        raise ValueError(
+            f"`sampler_order` names what is no sampler: {with_suggestions(unknown, SAMPLERS)}. There "
+            f"are {', '.join(SAMPLERS)}."
+        )
+    if twice := {name for name in names if list(names).count(name) > 1}:
+        raise ValueError(f"`sampler_order` names {', '.join(sorted(twice))} more than once.")
+    return tuple(field for name in names for field in SAMPLERS[name])

@@ -29,9 +29,11 @@ class Grammar:
         if self.kind not in KINDS:
             raise ValueError(f"`kind` of a grammar has to be one of {KINDS}, but is {self.kind!r}.")
         if not isinstance(self.text, str):
-            raise TypeError(f"`text` of a grammar has to be a string, but is {_kind(self.text)}.")
+            raise TypeError(
+                f"`text` of a grammar has to be a string, but is {described(self.text)}."
+            )
         if not isinstance(self.whitespace, bool | str):
-            given = _kind(self.whitespace)
+            given = described(self.whitespace)
             raise TypeError(f"`whitespace` has to be True, False or a pattern, but is {given}.")
 
     def __str__(self) -> str:
@@ -94,7 +96,7 @@ def json(schema: Any, *, whitespace: bool | str = True) -> Grammar:
     schema = {} if schema is True else schema  # any JSON
     if not isinstance(schema, Mapping):
         allowed = "a dict, JSON text of one, or a pydantic class"
-        raise TypeError(f"`schema` has to be {allowed}, but is {_kind(schema)}.")
+        raise TypeError(f"`schema` has to be {allowed}, but is {described(schema)}.")
     return Grammar("json", _json.dumps(dict(schema), ensure_ascii=False), whitespace)
 
 
@@ -117,12 +119,13 @@ def choice(options: Sequence[str]) -> Grammar:
     """One of some texts. ``TypeError`` for no list of strings, ``ValueError`` for an empty one."""
     is_list = isinstance(options, Sequence) and not isinstance(options, str)
     if not is_list or not all(isinstance(option, str) for option in options):
-        raise TypeError(f"`options` has to be a list of strings, but is {_kind(options)}.")
+        raise TypeError(f"`options` has to be a list of strings, but is {described(options)}.")
     if not options:
         raise ValueError("`options` has to have one string at least, but is empty.")
     texts = (_json.dumps(option, ensure_ascii=False) for option in options)
     return Grammar("lark", f"start: {' | '.join(texts)}")
 
 
-def _kind(value: Any) -> str:
+def described(value: Any) -> str:
+    """The type and the first characters of a value, for messages."""
     return f"{type(value).__name__} ({str(value)[:60]})"

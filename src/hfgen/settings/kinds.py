@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial, reduce
 from importlib import import_module
 from operator import le
 from typing import Any
 
 from .grammar import Grammar
-from .repetition import RepetitionDetection
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +98,9 @@ def _is_text(value: Any) -> bool:
     return is_filled and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def _is_strings(value: Any) -> bool:
-    strings = [value] if isinstance(value, str) else value
-    is_filled = isinstance(strings, list | tuple | set) and len(strings) > 0
-    return is_filled and all(map(_is_text, strings))
-
-
-def _are_breakers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(
-        _is_text(item) or (_is_tokens(item) and item not in ([], ())) for item in value
-    )
+def _is_one_of(*values: Any) -> Callable[[Any], bool]:
+    # Other types, as tensors, may not compare with these values.
+    return lambda value: isinstance(value, bool | float | int | str) and value in values
 
 
 def _builds(make: Callable[[Any], Any]) -> Callable[[Any], bool]:
@@ -131,58 +123,85 @@ def _upstream(*names: str) -> Callable[[Any], Any]:
     return lambda value: reduce(getattr, names, import_module("transformers"))(value)  # type: ignore[operator]
 
 
-def is_positive_float(value: Any) -> bool:
-    """Whether ``value`` is what upstream's penalties take: a float above 0, or 1, which is off."""
-    return (isinstance(value, float) and value > 0) or value == 1
+@dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """A row ends when its generated tokens end in a pattern, ``min_count`` times in a row.
+
+    The pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. Names and meaning are those of
+    vLLM's ``RepetitionDetectionParams``; a ``max_pattern_size`` of 0 is off.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` or ``TypeError`` for sizes that no pattern has."""
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"`{name}` has to be an integer, but is {value!r}.")
+        if self.max_pattern_size == 0:
+            return
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size:
+            raise ValueError(
+                f"`min_pattern_size` ({self.min_pattern_size}) has to be between 0 and "
+                f"`max_pattern_size` ({self.max_pattern_size})."
+            )
+        if self.min_count < 2:
+            raise ValueError(f"`min_count` has to be at least 2, but is {self.min_count}.")
+
+    @classmethod
+    def of(cls, value: Any) -> RepetitionDetection:
+        """The settings of a dict, or of any object with the same attributes; raises as the class does."""
+        if not isinstance(value, dict):
+            value = {field.name: getattr(value, field.name) for field in fields(cls)}
+        try:
+            return cls(**value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"`repetition_detection`: {error}") from None
 
 
-FLAG = Kind(
-    "True or False", _is_flag, option="true or false", may_be_list=False, plain_types=(bool, int)
+_flag = partial(Kind, option="true or false")
+_integer = partial(Kind, plain=int, option="an integer", may_be_list=False, plain_types=(int,))
+_number = partial(Kind, accepts=is_number, option="a number", may_be_list=False)
+
+FLAG = _flag("True or False", _is_flag, may_be_list=False, plain_types=(bool, int))
+FLAG_OR_NEVER = _flag("True, False or 'never'", _is_one_of(True, False, "never"))
+FLAG_OR_PROMPT = _flag(
+    "True, False or 'prompt'", _is_one_of(True, False, "prompt"), may_be_list=False
 )
-FLAG_OR_NEVER = Kind(
-    "True, False or 'never'",
-    lambda value: isinstance(value, int | float | str) and value in (True, False, "never"),
-    option="true or false",
-)
-FLAG_OR_PROMPT = Kind(
-    "True, False or 'prompt'",
-    lambda value: isinstance(value, bool | str) and value in (True, False, "prompt"),
-    option="true or false",
-    may_be_list=False,
-)
-FLAG_OR_LAYERS = Kind(
+FLAG_OR_LAYERS = _flag(
     "True or False, or a list of layers",
     lambda value: (
         all(map(is_integer, value))
         if isinstance(value, list | tuple | set | range)
         else _is_flag(value)
     ),
-    option=FLAG.option,
     plain_types=(bool, int),
 )
-INTEGER = Kind("an integer", is_integer, int, "an integer", False, (int,))
-SIZE = Kind(
+INTEGER = _integer("an integer", is_integer)
+SIZE = _integer(
     "an integer",
     lambda n: n is not True and "bool" not in str(getattr(n, "dtype", "")) and is_integer(n),
-    int,
-    "an integer",
-    False,
-    (int,),
 )
-NUMBER = Kind(
+NUMBER = _number(
     "a number",
-    is_number,
-    lambda value: value if isinstance(value, int | float) else float(value),
-    "a number",
-    False,
-    (int, float),
+    plain=lambda value: value if isinstance(value, int | float) else float(value),
+    plain_types=(int, float),
 )
-# Integers to a power grow without end.
-FLOAT = Kind("a number", is_number, float, "a number", False, (float,))
-TOKEN = Kind("a token id", _is_token, int, "an integer", False, (int,))
+FLOAT = _number(
+    "a number", plain=float, plain_types=(float,)
+)  # integers to a power grow without end
+TOKEN = _integer("a token id", _is_token)
 TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens, plain_types=(int,))
 TOKEN_LIST = Kind("a list of token ids", _is_token_list, _plain_tokens)
-STRINGS = Kind("a non-empty string of Unicode or a list of them", _is_strings)
+STRINGS = Kind(
+    "a non-empty string of Unicode or a list of them",
+    lambda value: (
+        _is_text(value)
+        or (isinstance(value, list | tuple | set) and len(value) > 0 and all(map(_is_text, value)))
+    ),
+)
 MARKER = Kind(
     "a non-empty string of Unicode or a non-empty list of token ids",
     lambda value: _is_text(value) or (_is_token_list(value) and len(value) > 0),
@@ -216,9 +235,15 @@ WATERMARK = Kind(
         or _builds(_upstream("WatermarkingConfig", "from_dict"))(value)
     ),
 )
-DFLASH = Kind("'dflash'", lambda value: isinstance(value, str) and value == "dflash")
+DFLASH = Kind("'dflash'", _is_one_of("dflash"))
 NAME = Kind("a name", lambda value: isinstance(value, str))
-BREAKERS = Kind("a list of strings, token ids and lists of token ids", _are_breakers)
+BREAKERS = Kind(
+    "a list of strings, token ids and lists of token ids",
+    lambda value: (
+        isinstance(value, list | tuple)
+        and all(_is_text(item) or (_is_tokens(item) and item not in ([], ())) for item in value)
+    ),
+)
 NAMES = Kind(
     "a name or a list of names",
     lambda value: (
@@ -253,10 +278,19 @@ def at_least(least: int) -> Range:
 FINITE = Range("finite", lambda value: math.isfinite(value))
 SEQUENCES = Range(f"at least 1, and at most {MAX_ROWS:,}", lambda n: 1 <= n <= MAX_ROWS)
 POSITIVE = Range("at least 0, and finite", lambda x: 0 <= x < math.inf)
-SHARE = Range("between 0 and 1; 0 is off", lambda x: 0 <= x <= 1)
+UNIT = Range("between 0 and 1", lambda x: 0 <= x <= 1)
+SHARE = Range("between 0 and 1; 0 is off", UNIT.accepts)
+MASS = Range("between 0 and 1; 1 is off", UNIT.accepts)
+TYPICAL = Range("above 0 and at most 1; 1 is off", lambda x: 0 < x <= 1)
+COUNT = Range("a positive integer; 0 or -1 is off", lambda n: n >= -1)
 CUTOFF = Range("at least 0 and below 1; 0 is off", lambda x: 0 <= x < 1)
-PENALTY = Range(  # scores divided by less overflow
+# Upstream takes no other integers. Scores divided by less than 2**-64 overflow.
+PENALTY = Range(
     "a float above 0 (2**-64 or more); 1 is off",
-    lambda x: is_positive_float(x) and 2.0**-64 <= x < math.inf,
+    lambda x: x == 1 or (isinstance(x, float) and 2.0**-64 <= x < math.inf),
+)
+TEMPERATURE = Range(
+    "a float above 0; 0 decodes greedily",
+    lambda x: is_zero(x) or x == 1 or (isinstance(x, float) and x > 0),
 )
 N_BEST = Range("at least 0, or -1 for the whole vocabulary", lambda n: n >= -1)

@@ -22,8 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from ..settings.vllm import TO_LAST_POSITION
-from .rows import RowParams
-from .run import Run, Strategy
+from .run import RowParams, Run, Strategy
 
 ModelKwargs = dict[str, Any]
 
@@ -59,18 +58,14 @@ class Request:
 
     def has_default_lengths(self, model: Any) -> tuple[bool, bool]:
         """Return two bools: nobody set ``max_length``; nobody set ``min_length``."""
-        own: Any = self.generation_config
-        found: dict[str, Any] = {}
-        for values in (
-            self.kwargs,
-            {} if own is None else vars(own),
-            vars(model.generation_config),
-        ):
-            for name in ("max_new_tokens", "max_length", "min_length"):
-                if found.get(name) is None:
-                    found[name] = values.get(name)
-        is_endless = found["max_new_tokens"] == TO_LAST_POSITION
-        return found["max_length"] is None and not is_endless, found["min_length"] is None
+        config: Any = self.generation_config
+        lengths: dict[str, Any] = dict.fromkeys(("max_new_tokens", "max_length", "min_length"))
+        for values in (self.kwargs, config and vars(config), vars(model.generation_config)):
+            for name in lengths if values else ():
+                if lengths[name] is None:
+                    lengths[name] = values.get(name)
+        is_endless = lengths["max_new_tokens"] == TO_LAST_POSITION
+        return lengths["max_length"] is None and not is_endless, lengths["min_length"] is None
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Request:

@@ -12,7 +12,6 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from .rows import RowParams
 from .seeds import RowChoice
 
 if TYPE_CHECKING:
@@ -20,6 +19,43 @@ if TYPE_CHECKING:
 
 #: Arguments of one mode or another that no model's forward takes.
 OF_MODES = ("tokenizer", "streamer", "assistant_tokenizer", "assistant_model", "inputs_tensor")
+
+
+@dataclass(slots=True)
+class RowParams:
+    """The resolved config of each prompt of a batch, where they differ.
+
+    Row ``r`` of ``n`` belongs to prompt ``r // (n // len)``.
+    """
+
+    configs: list[GenerationConfig]
+    #: Of each prompt, two bools: ``max_length`` is unset; ``min_length`` is unset.
+    has_defaults: list[tuple[bool, bool]]
+    list_arguments: tuple[str, ...] = ()  # the arguments that came as lists
+
+    def __len__(self) -> int:
+        return len(self.configs)
+
+    def values(self, name: str) -> list[Any]:
+        """A field's values, one per prompt."""
+        return [getattr(config, name, None) for config in self.configs]
+
+    def differ_in(self, *names: str) -> bool:
+        """Whether the prompts have different values of any of these fields."""
+        return any(not all_equal(self.values(name)) for name in names)
+
+
+def all_equal(values: list[Any]) -> bool:
+    """Whether all values of a field are the same; tensors only if they are of the same type."""
+    return all(_is_equal(value, values[0]) for value in values[1:])
+
+
+def _is_equal(one: Any, two: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(two, tuple):
+        return len(one) == len(two) and all(map(_is_equal, one, two))
+    if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
+        return type(one) is type(two) and torch.equal(one, two)
+    return one is two or bool(one == two)
 
 
 @dataclass(slots=True)
@@ -170,7 +206,7 @@ class Strategy(Protocol):
     * ``shares_prefill = True``: its prefill forwards each prompt once for all its rows.
     * ``tokens_ahead = n``: a cache of fixed length gets room for ``n`` more tokens. Default: 0.
     * ``streams = False``: no token is final before the end, so a streamer is refused.
-    * ``takes_rows = True``: prompts may differ (``hfgen.state.rows``), but for the fields in ``fields_of_call``.
+    * ``takes_rows = True``: prompts may differ (``RowParams``), but for the fields in ``fields_of_call``.
     * ``reads_prompt(model, call)``: whether it needs hidden states of the whole prompt; default: no.
     * ``row_ends(run)``: see ``streaming.events.Rows``; without it, rows end at an EOS.
     * ``is_token(run, step)``: bools ``(rows, n_new)``, false for padding; ``None``: all are tokens.

@@ -8,12 +8,14 @@ processed (Gumbel coupling, arXiv 2408.07978).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import survivors
-from .rows import RowParams
+
+if TYPE_CHECKING:
+    from .run import RowParams
 
 #: Multipliers of splitmix64 (Steele et al. 2014), and its increment, as signed integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -55,20 +57,15 @@ def keys_at(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
     return keys + (positions + 1) * _GOLDEN
 
 
-def bits(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
-    """32 random bits as int64, for ``keys (rows,)`` or ``(…, 1)`` that broadcast with ``tokens``."""
+def uniform(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Random float32 above 0 and below 1, for ``keys (rows,)`` or ``(…, 1)`` that broadcast with ``tokens``.
+
+    Uses of a row's noise that are no token's have numbers below 0 in the place of tokens.
+    """
     start = ((position + 1) * _GOLDEN + 2**63) % 2**64 - 2**63  # as int64 wraps around
-    return (_mix(_mix(keys + start) + tokens * _GOLDEN) >> 32).bitwise_and_(2**32 - 1)
-
-
-def uniform(keys: torch.Tensor, position: int, salt: int) -> torch.Tensor:
-    """Numbers ``(rows,)`` above 0 and below 1 for ``keys (rows,)``; each use has a ``salt`` below 0."""
-    return _open_interval(bits(keys, position, torch.tensor(salt, device=keys.device)))
-
-
-def _open_interval(x: torch.Tensor) -> torch.Tensor:
+    bits = (_mix(_mix(keys + start) + tokens * _GOLDEN) >> 32).bitwise_and_(2**32 - 1)
     # The largest float32 below 1: rounding must not reach 1.
-    return ((x.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
 def gumbel(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -76,7 +73,7 @@ def gumbel(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Ten
 
     It is the logarithm of an exponential variable, whose small values, which decide, are fine-grained.
     """
-    return -torch.log(-torch.log1p(-_open_interval(bits(keys, position, tokens))))
+    return -torch.log(-torch.log1p(-uniform(keys, position, tokens)))
 
 
 def perturbed(scores: torch.Tensor, keys: torch.Tensor, position: int) -> torch.Tensor:
@@ -111,9 +108,8 @@ class RowChoice:
         """The choice by ``keys (rows,)``; the configs in ``rows`` say which prompts sample."""
         is_sampled = None
         if rows is not None and not all(flags := rows.values("do_sample")):
-            each = len(keys) // len(rows)
             is_sampled = torch.tensor([*map(bool, flags)], device=keys.device)
-            is_sampled = is_sampled.repeat_interleave(each)
+            is_sampled = is_sampled.repeat_interleave(len(keys) // len(rows))
         return cls(keys, is_sampled, prompt_length)
 
     def of_prompts(self, prompts: slice) -> RowChoice:

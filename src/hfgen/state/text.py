@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -38,7 +39,8 @@ class Detokenizer:
         self, tokenizer: Any, skip_special_tokens: bool = True, before: Sequence[int] = ()
     ) -> None:
         """``before``: the end of the prompt, as ``context_of`` returns it."""
-        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self.tokenizer = tokenizer
+        self.decode = partial(decode, tokenizer, skip_special_tokens=skip_special_tokens)
         #: Special tokens that the tokenizer leaves out.
         self.skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
         #: The end of the row, and how many characters of its text have been returned.
@@ -72,17 +74,14 @@ class Detokenizer:
         """The text of the window; its first tokens may complete a character of the prompt."""
         text = self.decode(self.window)
         if self.text_before:
-            self.n_returned = _n_common(self.text_before, text)
+            self.n_returned = n_common(self.text_before, text)
         return text
-
-    def decode(self, ids: list[int]) -> str:
-        return decode(self.tokenizer, ids, self.skip_special_tokens)
 
     def shorten(self, text: str) -> None:
         """Move the start of the window, whose text is ``text``, if the shorter window's text ends in the same way."""
         window = self.window[-CONTEXT:]
         while window and _is_byte(self.tokenizer, window[0]):  # perhaps amid a character
-            window = window[1:]
+            del window[0]
         shorter, n_open = self.decode(window), len(text) - self.n_returned
         seen = text[max(self.n_returned - 2, 0) :]
         if len(seen) > n_open and shorter.endswith(seen):
@@ -137,7 +136,7 @@ def decode(
     )
     if not before:
         return text
-    return text[_n_common(decode(tokenizer, before, skip_special_tokens), text) :]
+    return text[n_common(decode(tokenizer, before, skip_special_tokens), text) :]
 
 
 def context_of(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
@@ -158,10 +157,15 @@ def context_of(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
     return list(prompt[start:])
 
 
-def _n_common(one: str, two: str) -> int:
-    """How many characters at their start two texts have in common."""
+def n_common(one: Sequence[Any], two: Sequence[Any]) -> int:
+    """How many elements two texts, or two lists, begin with alike.
+
+    It is fast if they differ near the end of the shorter one.
+    """
     n = min(len(one), len(two))
-    return n if one[:n] == two[:n] else next(i for i in range(n) if one[i] != two[i])
+    while one[:n] != two[:n]:
+        n -= 1
+    return n
 
 
 def _is_byte(tokenizer: Any, token: int) -> bool:

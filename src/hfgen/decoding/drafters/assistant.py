@@ -20,7 +20,7 @@ from ...running import ranks
 from ...running.row_states import has_own_hooks
 from ...running.views import view_of, without_own_hooks
 from ...settings.fields import OWN_FIELDS
-from ...state import draws
+from ...state import survivors
 from ...state.call import ModelKwargs, Request
 from ...state.run import Run
 from ..loop import commit
@@ -100,7 +100,7 @@ class Assistant(Drafter):
             if (choice := self.setup.run.row_choice) is not None:  # the target's own noise
                 chosen, _ = choice.choose(scores, position)
             elif run.config.do_sample:
-                chosen = draws.multinomial(scores).squeeze(1)
+                chosen = survivors.multinomial(scores).squeeze(1)
             is_known = position < known
             ids[:, position] = chosen = torch.where(is_known, ids[:, position], chosen)
             column = position - context.start

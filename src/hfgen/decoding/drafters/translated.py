@@ -19,6 +19,7 @@ from ...logits.processors.lists import LogitsProcessorList, for_drafts, is_row_w
 from ...memory.caches.layers import keeps_all_tokens
 from ...state.call import ModelKwargs
 from ...state.run import Run
+from ...state.text import n_common
 from ...state.vocabularies import INCOMPLETE, Spelling, n_scores, shared_tokens
 from .assistant import Assistant
 from .base import Draft, DraftContext, Setup, draft_of_rows, drafted_tokens, prompts_of
@@ -84,7 +85,7 @@ class UniversalDrafter(Assistant):
         pads = [longest - len(text) if text else 0 for text in texts]
         rows = [[0] * (longest - len(text)) + text for text in texts]
         triples = zip(self.fed, rows, is_done, strict=True)
-        valid = [common_prefix(fed, row) for fed, row, done in triples if not done]
+        valid = [n_common(fed, row) for fed, row, done in triples if not done]
         n_kept = min(*valid, longest - 1, self.cached)
         # Some caches can be taken back by the last draft alone.
         cache = None if self.run is None else self.run.model_kwargs["past_key_values"]
@@ -263,12 +264,12 @@ class Row:
             return
         begin = len(self.tokens) - self.lookbehind
         later = self.encoded(begin)
-        n_common = common_prefix(window[self.n_overlap :][::-1], later[::-1])
-        if 2 * n_common <= len(later):  # hardly: try again further on
+        n_shared = n_common(window[self.n_overlap :][::-1], later[::-1])
+        if 2 * n_shared <= len(later):  # hardly: try again further on
             self.limit *= 2
             return
-        self.before += window[self.n_overlap : len(window) - n_common]
-        self.begin, self.n_overlap = begin, len(later) - n_common
+        self.before += window[self.n_overlap : len(window) - n_shared]
+        self.begin, self.n_overlap = begin, len(later) - n_shared
         self.limit = 2 * self.lookbehind
 
     def follow(self, drafted: list[int]) -> list[int]:
@@ -293,11 +294,3 @@ class Row:
             return ids[len(as_encoded) :]
         ids = self.target.ids(text)  # what is known ends amid a token
         return ids if self.target.text(known_ids + ids) == known + text else []
-
-
-def common_prefix(first: list[int], second: list[int]) -> int:
-    """How many elements two lists begin with alike. Fast if they differ near the shorter one's end."""
-    n = min(len(first), len(second))
-    while first[:n] != second[:n]:
-        n -= 1
-    return n

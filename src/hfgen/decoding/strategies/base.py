@@ -14,7 +14,7 @@ from ...logits import stopping
 from ...running import Executor
 from ...running.active_rows import ActiveRows
 from ...settings.logs import logger
-from ...state import draws
+from ...state import survivors
 from ...state.run import Run
 
 
@@ -119,7 +119,7 @@ class InvalidScores:
         self, scores: torch.Tensor, n: int, step: int, among: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Indices ``(rows, n)`` drawn without replacement by the softmax of ``scores (rows, m)``; marks rows with NaN."""
-        if (drawn := draws.draw(scores, n)) is not None:
+        if (drawn := survivors.draw(scores, n)) is not None:
             return drawn
         probabilities = scores.softmax(dim=-1)
         if probabilities.is_cpu:

@@ -7,7 +7,7 @@ or that now continues another one (beams, candidates).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+@dataclass(frozen=True, slots=True)
 class Thinking:
-    """The section of a row's thoughts: behind the tokens ``start``, up to the tokens ``end``.
+    """The section of a row's thoughts: behind the tokens ``start (n,)``, up to the tokens ``end (n,)``.
 
     ``may_begin``: the row may open a section itself, with its first tokens; else only its prompt may.
     """
 
-    def __init__(self, start: Sequence[int], end: Sequence[int], may_begin: bool) -> None:
-        self.start, self.end, self.may_begin = torch.tensor(start), torch.tensor(end), may_begin
-
-    def is_open(self, prompt: torch.Tensor) -> bool:
-        """Whether a ``prompt (length,)`` ends inside a section."""
-        return bool(last(prompt[None], self.start) > last(prompt[None], self.end))
+    start: torch.Tensor
+    end: torch.Tensor
+    may_begin: bool
 
     def split(self, tokens: torch.Tensor, is_open: bool) -> tuple[int, int | None]:
         """How many of the generated ``tokens (n,)`` precede the text, -1 while the row thinks.
@@ -40,7 +38,7 @@ class Thinking:
         n, n_start = len(tokens), len(self.start)
         if is_open:
             return first(tokens, self.end), None
-        if not torch.equal(tokens[:n_start], self.start[:n]):
+        if not self.may_begin or not torch.equal(tokens[:n_start], self.start[:n]):
             return 0, None
         if n < n_start:
             return 0, int(self.start[n])
@@ -71,6 +69,7 @@ class Followed:
         return not self.is_text and not self.is_thinking and self.opening is None
 
 
+@dataclass(eq=False)
 class Follower:
     """The rows of a call. Lists have an entry per prompt.
 
@@ -78,25 +77,18 @@ class Follower:
     the text, or a section of thoughts before it, begins. ``n_tokens``: ids from there on are no tokens.
     """
 
-    def __init__(
-        self,
-        starts: Sequence[LLMatcher | None],
-        eos: Sequence[frozenset[int]],
-        begins: Sequence[int],
-        n_tokens: int,
-        thinking: Sequence[Thinking | None] = (),
-    ) -> None:
-        self.starts, self.eos, self.begins, self.n_tokens = starts, eos, begins, n_tokens
-        self.thinking = thinking or [None] * len(starts)
-        #: Which prompts end inside a section of thoughts, once that was looked up.
-        self.is_open_prompt: dict[int, bool] = {}
-        self.rows: list[Followed | None] = []
+    starts: Sequence[LLMatcher | None]
+    eos: Sequence[frozenset[int]]
+    begins: Sequence[int]
+    n_tokens: int
+    thinking: Sequence[Thinking | None] = ()  # nobody thinks
+    #: Which prompts end inside a section of thoughts, once that was looked up.
+    is_open_prompt: dict[int, bool] = field(default_factory=dict)
+    rows: list[Followed | None] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Follower:
-        other = Follower(self.starts, self.eos, self.begins, self.n_tokens, self.thinking)
-        other.is_open_prompt = self.is_open_prompt
-        other.rows = [row and replace(row, matcher=row.matcher.deep_copy()) for row in self.rows]
-        return other
+        rows = [row and replace(row, matcher=row.matcher.deep_copy()) for row in self.rows]
+        return replace(self, rows=rows)
 
     def follow(self, ids: torch.Tensor, lengths: Sequence[int] | None = None) -> list[Any]:
         """The states of the rows of ``ids (rows, length)``; of row ``r``, after ``lengths[r]`` ids.
@@ -132,14 +124,14 @@ class Follower:
         """A row that has generated ``tokens``, with the matcher of an empty text."""
         if (start := self.starts[prompt]) is None:
             return None
-        if (thinking := self.thinking[prompt]) is None:
+        thinking = self.thinking[prompt] if self.thinking else None
+        if thinking is None:
             return Followed(prompt, start, tokens)
         if prompt not in self.is_open_prompt:
-            before = ids[: self.begins[prompt]].cpu()
-            self.is_open_prompt[prompt] = thinking.is_open(before)
-        if not (is_open := self.is_open_prompt[prompt]) and not thinking.may_begin:
-            return Followed(prompt, start, tokens)
-        n, opening = thinking.split(torch.from_numpy(tokens), is_open)
+            before = ids[None, : self.begins[prompt]].cpu()
+            is_open = last(before, thinking.start) > last(before, thinking.end)
+            self.is_open_prompt[prompt] = bool(is_open)
+        n, opening = thinking.split(torch.from_numpy(tokens), self.is_open_prompt[prompt])
         return Followed(prompt, start, tokens[max(n, 0) :], 0, n < 0, opening)
 
     def is_open(self, row: Followed | None) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from .llguidance import LLGuidance, library_of
 LOWEST = -1e30  # the score of every token of a beam that has ended: it stays below all that go on
 
 
+@dataclass(eq=False)
 class GrammarProcessor(LogitsProcessor):
     """Leaves the tokens that the grammar of a row allows, and an EOS where its text is complete.
 
@@ -28,24 +29,27 @@ class GrammarProcessor(LogitsProcessor):
     Rows that have ended keep their scores; among beams, they get the lowest.
     """
 
-    def __init__(self, llguidance: LLGuidance, follower: Follower, is_search: bool = False) -> None:
-        """``is_search``: rows are beams, of which those that have ended must not win."""
-        self.llguidance, self.follower, self.is_search = llguidance, follower, is_search
+    llguidance: LLGuidance
+    follower: Follower
+    is_search: bool = False  # rows are beams, of which those that have ended must not win
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrammarProcessor:
-        return GrammarProcessor(self.llguidance, deepcopy(self.follower, memo), self.is_search)
+        return replace(self, follower=deepcopy(self.follower, memo))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         rows = self.follower.follow(input_ids)
         is_open = [self.follower.is_open(row) for row in rows]
         bits = self.llguidance.bits(len(rows))
-        open_rows = [(row, i) for i, row in enumerate(rows) if is_open[i]]
-        self.llguidance.fill(bits, [(row.matcher, i) for row, i in open_rows if row.is_text])
-        bits = widened(bits, (scores.shape[1] + 7) // 8, is_open)
+        of_text = [i for i, row in enumerate(rows) if is_open[i] and row.is_text]
+        self.llguidance.fill(bits, [(rows[i].matcher, i) for i in of_text])
+        n_bytes = (scores.shape[1] + 7) // 8
+        if (n_missing := n_bytes - bits.shape[1]) > 0:  # ids that are no tokens
+            tails = bits.new_tensor([[0 if has_grammar else 255] for has_grammar in is_open])
+            bits = torch.cat([bits, tails.expand(-1, n_missing)], dim=1)
         for row, row_bits, has_grammar in zip(rows, bits.numpy(), is_open, strict=True):  # a view
             if row is not None and (has_grammar or row.is_thinking):
                 self.complete(row, row_bits)
-        limits = as_limits(bits, scores)
+        limits = as_limits(bits[:, :n_bytes], scores)
         over = [i for i, row in enumerate(rows) if row is not None and row.is_over]
         if self.is_search and over:
             limits[over] = LOWEST
@@ -74,34 +78,21 @@ def set_bit(bits: Any, token: int, is_on: bool) -> None:
         bits[byte] = bits[byte] & (255 - (1 << bit)) | (is_on << bit)
 
 
-def widened(bits: torch.Tensor, n_bytes: int, is_open: Sequence[bool]) -> torch.Tensor:
-    """``bits (rows, any)`` as ``(rows, n_bytes)``: in open rows, ids that are no tokens are ruled out."""
-    n_rows, n = bits.shape
-    if n >= n_bytes:
-        return bits[:, :n_bytes].contiguous()
-    wide = bits.new_zeros(n_rows, n_bytes)
-    array = wide.numpy()
-    array[:, :n] = bits.numpy()
-    array[[not has_grammar for has_grammar in is_open], n:] = 255
-    return wide
-
-
 def as_limits(bits: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Upper bounds of scores, ``(rows, 8 * n_bytes)``: infinity where an id is allowed, else -infinity.
 
     A minimum of scores and bounds is many times faster than a masked copy of the scores.
     """
-    limits_of_bytes = _limits_of_bytes(scores.device, scores.dtype)
     index = bits.to(scores.device).flatten().int()
-    return limits_of_bytes.index_select(0, index).view(len(bits), -1)
+    limits = _limits_of_bytes(scores.device, scores.dtype).index_select(0, index)
+    return limits.view(len(bits), -1)
 
 
 @lru_cache(maxsize=8)
 def _limits_of_bytes(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """``(256, 8)``: the bounds of the 8 ids of each byte."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-    limits = torch.where(bits > 0, math.inf, -math.inf)
-    return limits.to(device, dtype)
+    return torch.where(bits > 0, math.inf, -math.inf).to(device, dtype)
 
 
 class NoTokenLeft(LogitsProcessor):
@@ -186,16 +177,16 @@ def grammar(_: Any, context: Any) -> GrammarProcessor | None:
 
 
 def thinking_of(config: Any, tokenizer: Any) -> Thinking | None:
-    start, end = (marker_ids(getattr(config, f"thinking_{n}"), tokenizer) for n in ("start", "end"))
-    if not start or not end:
+    markers = (marker_ids(getattr(config, f"thinking_{n}"), tokenizer) for n in ("start", "end"))
+    start, end = map(torch.tensor, markers)
+    if not len(start) or not len(end):
         return None
     return Thinking(start, end, may_begin=config.thinking_token_budget is not None)
 
 
 def criterion(_: Any, context: Any) -> GrammarCriterion | None:
     """The criterion, if a prompt has no EOS; it shares the rows' states with the processor."""
-    call = getattr(context.config, "_call", None)
-    processors = () if call is None else call.processors
+    processors = getattr(getattr(context.config, "_call", None), "processors", ())
     followers = (p.follower for p in processors if isinstance(p, GrammarProcessor))
     follower = next(followers, None)
     return None if follower is None or all(follower.eos) else GrammarCriterion(follower)

@@ -1,7 +1,6 @@
 """Log-probabilities of tokens: ``logprobs``, ``logprob_token_ids``, ``prompt_logprobs``."""
 
 from .recorder import Recorder
-from .result import Logprobs, TokenLogprob
-from .settings import asks_for_any, reads
+from .result import Logprobs, TokenLogprob, asks_for_any, reads
 
 __all__ = ["Logprobs", "Recorder", "TokenLogprob", "asks_for_any", "reads"]

@@ -11,8 +11,7 @@ from torch.nn.functional import pad
 
 from ...running.prompt_logits import Body, PromptLogits
 from ...state.run import Observer, Run, Step, Strategy
-from .result import Logprobs, Measures, measure
-from .settings import ALL, LogprobRequest, Settings, mode_of
+from .result import ALL, LogprobRequest, Logprobs, Measures, Settings, measure, mode_of
 
 
 @dataclass(frozen=True, slots=True)

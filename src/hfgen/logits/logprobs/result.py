@@ -1,8 +1,12 @@
-"""The returned log-probabilities: tensors, one object per token on access, and OpenAI's format."""
+"""What a call asks of log-probabilities, and the returned ones: tensors, an object per token on access, OpenAI's format.
+
+Names and meanings are vLLM's (``SamplingParams`` and its engine's ``logprobs_mode``). One differs: ``logprobs``
+and ``logprob_token_ids`` may be given together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,10 +14,67 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...settings.kinds import LOGPROBS_MODES as MODES
+from ...state.run import Run
 from ...state.text import Pieces
-from .settings import Settings
 
+ALL = -1  # stands for all tokens of the vocabulary
 LEAST = -9999.0  # the least value in OpenAI's format: JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRequest:
+    """The request of one row: the ``n_top`` likeliest tokens (``None``: nothing), and ``token_ids``."""
+
+    n_top: int | None = None
+    token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: Any) -> LogprobRequest:
+        """The request for generated tokens. ``logprob_token_ids`` alone ask for the chosen token, too."""
+        # A recipe may run on a model that is not mixed, whose config lacks the fields.
+        n_top, ids = (getattr(config, name, None) for name in ("logprobs", "logprob_token_ids"))
+        has_more = ids is not None or getattr(config, "logprobs_support", None)
+        return cls(0 if n_top is None and has_more else n_top, tuple(ids or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The requests of the prompts of a call, and which scores they are about."""
+
+    requests: Sequence[LogprobRequest]  # one per prompt, or a single one for all
+    mode: str = MODES[0]
+
+    @property
+    def n_top(self) -> int | None:
+        """The largest ``n_top`` of any row; ``None`` if none asks for anything."""
+        counts = [request.n_top for request in self.requests if request.n_top is not None]
+        return ALL if ALL in counts else max(counts, default=None)
+
+    @property
+    def is_processed(self) -> bool:
+        return self.mode.startswith("processed")
+
+    @property
+    def is_logits(self) -> bool:
+        return self.mode.endswith("logits")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """A key that is equal for calls that ask for the same."""
+        return (self.mode, *self.requests)
+
+    def of_row(self, row: int, n_rows: int) -> LogprobRequest:
+        """The request of a row of ``n_rows``; rows of a prompt are next to each other."""
+        return self.requests[row * len(self.requests) // n_rows]
+
+    def token_ids(self, n_rows: int, device: torch.device) -> torch.Tensor | None:
+        """``(n_rows, m)``: the ids that rows ask for, padded with zeros."""
+        rows = [request.token_ids for request in self.requests]
+        if (width := max(map(len, rows))) == 0:
+            return None
+        ids = torch.tensor([row + (width - len(row)) * (0,) for row in rows], device=device)
+        return ids.repeat_interleave(n_rows // len(ids), dim=0, output_size=n_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +166,6 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    def __iter__(self) -> Iterator[list[TokenLogprob] | None]:
-        return (self[row] for row in range(len(self)))
 
     def __getitem__(self, row: Any) -> Any:
         """The tokens of a row, or of each row of a slice; ``IndexError`` for a row that does not exist."""
@@ -237,3 +295,20 @@ def legacy(
         tops.append(None if token is None else top)
     offsets = list(accumulate(map(len, texts), initial=0))[:-1]
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def mode_of(config: Any) -> str:
+    return getattr(config, "logprobs_mode", None) or MODES[0]
+
+
+def asks_for_any(config: Any) -> bool:
+    """Whether a config asks for log-probabilities, of the prompt or of what follows it."""
+    of_prompt = getattr(config, "prompt_logprobs", None)
+    return of_prompt is not None or LogprobRequest.of(config).n_top is not None
+
+
+def reads(run: Run, which: str) -> bool:
+    """Whether ``which``, "raw" or "processed" scores, must not be written to before a step is over."""
+    if which == "processed" and getattr(run.config, "logprobs_support", None):
+        return True
+    return run.asks_for("logprobs", "logprob_token_ids") and mode_of(run.config).startswith(which)

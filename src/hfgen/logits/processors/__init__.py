@@ -16,14 +16,13 @@ import torch
 from transformers import EtaLogitsWarper
 from transformers.generation import logits_process as upstream
 
-from ...settings.sampler_order import fields_of
+from ...settings.fields import sampler_fields
 from ..grammar import processor as grammar
 from . import dry, per_row, repetition, samplers, vocabulary
 from .context import Builder, Context, Row, built
 from .guidance import guidance
 from .lists import LogitsProcessorList, public_type
 from .lists import merge_criteria_processor_list as merge_criteria_processor_list
-from .thinking import thinking_budget
 
 _warper = partial(Row, of_sampling=True)  # not for greedy prompts
 
@@ -137,7 +136,7 @@ WARPERS: list[Row] = [
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
 FINAL: list[Builder] = [
-    Row("thinking_token_budget", thinking_budget, reads=THINKING),
+    Row("thinking_token_budget", vocabulary.thinking_budget, reads=THINKING),
     Row("grammar", lambda _, c: grammar.NoTokenLeft(c.config.num_beams or 1), of_all=True),
     Row("watermarking_config", vocabulary.watermark),
     Row("renormalize_logits", lambda _, c: upstream.LogitNormalization(), False, _not_true),
@@ -176,7 +175,7 @@ def get_logits_processor(
         tokenizer=None if call is None else call.mode_kwargs.get("tokenizer"),
     )
     order = getattr(generation_config, "sampler_order", None)
-    named = () if order is None else fields_of(order)
+    named = () if order is None else sampler_fields(order)
     if order == "llama.cpp":
         context = _with_mirostat_alone(context, named)
     callers = [] if logits_processor is None else logits_processor

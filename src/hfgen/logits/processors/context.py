@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from ...settings.fields import OWN_FIELDS
-from ...state.rows import RowParams, all_equal
+from ...state.run import RowParams, all_equal
 from .lists import is_row_wise
 from .per_row import as_column, rows_of, take_prompts
 
@@ -169,9 +169,12 @@ class Row:
             if not same:
                 groups.append((key, same))
             same.append(index)
-        wanted = [(key[0], prompts) for key, prompts in groups if key[0] is not None]
-        made = [(self.build(value, context.of_prompts(p)), p) for value, p in wanted]
-        parts = [(function, prompts) for function, prompts in made if function is not None]
+        made = [
+            (self.build(key[0], context.of_prompts(prompts)), prompts)
+            for key, prompts in groups
+            if key[0] is not None
+        ]
+        parts = [part for part in made if part[0] is not None]
         if not parts:
             return None
         is_criterion = isinstance(parts[0][0], StoppingCriteria)

@@ -121,7 +121,8 @@ class ExcludeTopChoices(LogitsProcessor):
         if self.keys is None:
             chance = torch.rand(len(scores), device=scores.device)
         else:
-            chance = seeds.uniform(self.keys, input_ids.shape[1] - self.prompt_length, self.SALT)
+            salt = torch.tensor(self.SALT, device=self.keys.device)
+            chance = seeds.uniform(self.keys, input_ids.shape[1] - self.prompt_length, salt)
         p = scores.softmax(dim=-1)
         is_top = (p >= self.threshold) & (scores > -math.inf)
         last = p.where(is_top, 2.0).argmin(dim=-1, keepdim=True)

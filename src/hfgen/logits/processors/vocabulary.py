@@ -1,8 +1,9 @@
-"""Processors that allow or forbid given tokens, or force or forbid the end of a sequence."""
+"""Processors that allow or forbid given tokens, or force or forbid the end of a text or of its thoughts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from ...settings.fields import require_eos
+from ..markers import last, marker_ids
 from .context import Context
 from .per_row import expand
 
@@ -60,11 +62,13 @@ class SuppressTokensAtBeginLogitsProcessor(Banning, upstream.SuppressTokensAtBeg
 
 
 class _NoEarlyEnd(Banning):
-    """Rules out EOS and stop tokens in rows of fewer than ``least`` tokens from ``start`` on."""
+    """Rules out EOS and stop tokens in rows of fewer than ``least`` tokens from ``start`` on.
 
-    eos_token_id: torch.Tensor
-    start: int
-    least: int | torch.Tensor  # a number, or a column ``(prompts, 1)``
+    ``least`` is a number, or a column ``(prompts, 1)``, which upstream's constructors do not take.
+    """
+
+    def __init__(self, ending: torch.Tensor, least: int | torch.Tensor, start: int = 0) -> None:
+        self.eos_token_id, self.least, self.start = ending, least, start
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         is_short = expand(self.least, len(scores)) > input_ids.shape[-1] - self.start
@@ -77,19 +81,9 @@ class _NoEarlyEnd(Banning):
 class MinLengthLogitsProcessor(_NoEarlyEnd, upstream.MinLengthLogitsProcessor):
     """No end while the sequence, prompt and left pads included, is too short."""
 
-    def __init__(self, least: Any, ending: torch.Tensor, device: Any = "cpu") -> None:
-        number = 0 if isinstance(least, torch.Tensor) else least  # upstream takes no column
-        super().__init__(number, ending, device)
-        self.least, self.start = least, 0
-
 
 class MinNewTokensLengthLogitsProcessor(_NoEarlyEnd, upstream.MinNewTokensLengthLogitsProcessor):
     """No end before so many tokens are generated."""
-
-    def __init__(self, start: int, least: Any, ending: torch.Tensor, device: Any = "cpu") -> None:
-        number = 0 if isinstance(least, torch.Tensor) else least
-        super().__init__(start, number, ending, device)
-        self.least, self.start = least, start
 
 
 class BadWordsOfAnswer(NoBadWordsLogitsProcessor):
@@ -99,6 +93,49 @@ class BadWordsOfAnswer(NoBadWordsLogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return super().__call__(input_ids[:, self.prompt_length :], scores)
+
+
+class ThinkingBudget(LogitsProcessor):
+    """Forces the end of a thinking section that has ``budget`` tokens, as vLLM's ``thinking_token_budget``.
+
+    A section begins behind the tokens ``start``, in the prompt or in the output, and ends with the tokens
+    ``end``. The forced tokens are ``message`` and ``end``, which do not count. Each section has the whole
+    budget.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        start: Sequence[int],
+        end: Sequence[int],
+        message: Sequence[int] = (),
+        prompt_length: int = 0,
+        device: Any = None,
+    ) -> None:
+        self.budget, self.prompt_length = budget, prompt_length
+        self.start, self.end, self.forced = (
+            torch.tensor(ids, device=device) for ids in (start, end, [*message, *end])
+        )
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores ``(rows, vocab)``; a row that has to end a section has one token left."""
+        n_thought = self.n_thought(input_ids)
+        is_forced = n_thought >= self.budget
+        if is_forced.is_cpu and not is_forced.any():  # to look at an accelerator is to wait for it
+            return scores
+        step = (n_thought - self.budget).clamp(min=0, max=len(self.forced) - 1)
+        forced = torch.full_like(scores, -torch.inf).scatter(1, self.forced[step][:, None], 0.0)
+        return torch.where(is_forced[:, None], forced, scores)
+
+    def n_thought(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """How many tokens an open section has: ``(rows,)``, -1 outside of one.
+
+        Those in the prompt count as ``budget`` tokens at most: the end is forced from its first token on.
+        """
+        opened, closed = last(input_ids, self.start), last(input_ids, self.end)
+        n_in_prompt = (self.prompt_length - opened).clamp(min=0, max=self.budget)
+        n_thought = n_in_prompt + input_ids.shape[1] - opened.clamp(min=self.prompt_length)
+        return n_thought.masked_fill(opened <= closed, -1)
 
 
 def bad_words(words: str | list[str], context: Context) -> NoBadWordsLogitsProcessor:
@@ -121,13 +158,12 @@ def begin_suppress_tokens(tokens: Any, context: Context) -> SuppressTokensAtBegi
 
 def min_length(n: Any, context: Context) -> MinLengthLogitsProcessor | None:
     ending = context.ending_tokens
-    return None if ending is None else MinLengthLogitsProcessor(n, ending, context.device)
+    return None if ending is None else MinLengthLogitsProcessor(ending, n)
 
 
 def min_new_tokens(n: Any, context: Context) -> MinNewTokensLengthLogitsProcessor | None:
-    if (ending := context.ending_tokens) is None:
-        return None
-    return MinNewTokensLengthLogitsProcessor(context.prompt_length, n, ending, context.device)
+    ending, start = context.ending_tokens, context.prompt_length
+    return None if ending is None else MinNewTokensLengthLogitsProcessor(ending, n, start)
 
 
 def exponential_decay(penalty: Any, context: Context) -> upstream.ExponentialDecayLengthPenalty:
@@ -138,3 +174,11 @@ def exponential_decay(penalty: Any, context: Context) -> upstream.ExponentialDec
 def watermark(config: Any, context: Context) -> LogitsProcessor:
     vocab_size = context.model.config.get_text_config().vocab_size
     return config.construct_processor(vocab_size, context.device)
+
+
+def thinking_budget(budget: int, context: Any) -> ThinkingBudget:
+    """The processor of a call; markers and message are token ids, or strings that are tokenised."""
+    config = context.config
+    parts = (config.thinking_start, config.thinking_end, config.thinking_message)
+    start, end, message = (marker_ids(part, context.tokenizer) for part in parts)
+    return ThinkingBudget(budget, start, end, message, context.prompt_length, context.device)

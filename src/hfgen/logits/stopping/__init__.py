@@ -15,8 +15,8 @@ from ..grammar import processor as grammar
 from ..processors.context import Builder, Context, Row, built
 from ..processors.lists import is_librarys, name_of
 from .causes import Causes, Notes, is_noted
-from .reasons import FinishReason as FinishReason
 from .strings import StopRegexCriteria, StopStringCriteria
+from .tokens import FinishReason as FinishReason
 from .tokens import RepetitionCriteria, RowLengthCriteria, StopTokenCriteria
 
 
@@ -93,16 +93,11 @@ def min_tokens(context: Context) -> int:
 
 def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
     require_tokenizer(context.tokenizer, "stop_strings", strings)
-    facts = context.tokenizer, strings, context.prompt_length, min_tokens(context)
-    criterion = StopStringCriteria(*facts)
+    n_held = min_tokens(context)
+    criterion = StopStringCriteria(context.tokenizer, strings, context.prompt_length, n_held)
     # Without an EOS, upstream lets rows run on until all have ended. A row that leaves cannot.
     criterion.ends_rows = bool(getattr(context.config, "drop_finished", False))
     return criterion
-
-
-def stop_regex(patterns: Any, context: Context) -> StopRegexCriteria:
-    facts = context.tokenizer, patterns, context.prompt_length, min_tokens(context)
-    return StopRegexCriteria(*facts)
 
 
 HELD = ("min_tokens",)  # fields that hold stops back
@@ -117,7 +112,11 @@ CRITERIA: list[Builder] = [
         lambda ids, c: StopTokenCriteria(ids if isinstance(ids, list) else [ids], c.device),
         [],
     ),
-    Row("stop_regex", stop_regex, reads=HELD),
+    Row(
+        "stop_regex",
+        lambda re, c: StopRegexCriteria(c.tokenizer, re, c.prompt_length, min_tokens(c)),
+        reads=HELD,
+    ),
     Row(
         "repetition_detection",
         lambda detection, c: RepetitionCriteria(detection, c.prompt_length, min_tokens(c)),
@@ -141,12 +140,15 @@ def get_stopping_criteria(
     Raises ``ValueError`` for stop strings without a tokenizer.
     """
     call: Any = getattr(generation_config, "_call", None)
-    rows = getattr(call, "rows", None)
     prompt = getattr(call, "prompt", None)
-    device = None if prompt is None else prompt.ids.device
-    length = 0 if call is None else call.prompt_length
-    facts: Any = {"device": device, "rows": rows, "tokenizer": tokenizer}
-    context = Context(self, generation_config, length, **facts)
+    context = Context(
+        self,
+        generation_config,
+        prompt_length=0 if call is None else call.prompt_length,
+        device=None if prompt is None else prompt.ids.device,
+        rows=getattr(call, "rows", None),
+        tokenizer=tokenizer,
+    )
     criteria = StoppingCriteriaList(built(CRITERIA, context))
     return self._merge_criteria_processor_list(criteria, stopping_criteria)
 

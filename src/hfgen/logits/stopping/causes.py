@@ -16,8 +16,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from ..processors.context import CriteriaByRows
 from ..processors.lists import name_of
-from .reasons import FinishReason
-from .tokens import RowLengthCriteria, StopTokenCriteria
+from .tokens import FinishReason, RowLengthCriteria, StopTokenCriteria
 
 if TYPE_CHECKING:
     from ...state.run import Run

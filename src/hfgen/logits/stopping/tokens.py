@@ -1,16 +1,66 @@
-"""Criteria that read token ids: stop tokens, lengths, repetitions."""
+"""Finish reasons, and criteria that read no text: stop tokens, lengths, repetitions, a cancellation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from threading import Event
 from typing import Any
 
 import torch
 from transformers import MaxLengthCriteria, StoppingCriteria
 
-from ...settings.repetition import RepetitionDetection
+from ...settings.kinds import RepetitionDetection
 from ..processors.per_row import expand
-from .reasons import FinishReason
+
+
+class FinishReason(str):
+    """A word for why a row ended, as ``"eos"``; ``stop`` has what stopped it.
+
+    * ``"eos"``: ``stop`` is the token's id.
+    * ``"stop"``: ``stop`` is the stop string, the pattern, or the token's id.
+    * ``"length"``, ``"time"``, ``"repetition"``, ``"cancelled"``.
+    * ``"error"``: no token could be chosen, since the row's scores were NaN or infinite.
+    * ``"unfinished"``: a beam search found fewer ends than it returns sequences.
+    * The name of a criterion of the caller's, or what it says as its ``finish_reason``.
+    """
+
+    stop: str | int | None
+
+    def __new__(cls, reason: str, stop: str | int | None = None) -> FinishReason:
+        self = super().__new__(cls, reason)
+        self.stop = stop
+        return self
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.stop is None else f"{super().__repr__()} ({self.stop!r})"
+
+
+class Cancellation(StoppingCriteria):
+    """Ends the calls that it is given to at their next token, when ``cancel`` is called.
+
+    ``generate(…, cancel=cancellation)`` returns what there is by then, the token of that step included;
+    rows that had not ended have the finish reason ``"cancelled"``. One object may serve several calls,
+    and once cancelled it stays so. Cancelling is safe from any thread.
+    """
+
+    is_row_wise = True
+    finish_reason = "cancelled"
+
+    def __init__(self) -> None:
+        self._event = Event()
+
+    def cancel(self) -> None:
+        """End the calls at their next token."""
+        self._event.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether ``cancel`` has been called."""
+        return self._event.is_set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)``, all the same."""
+        return input_ids.new_full((len(input_ids),), self.is_cancelled, dtype=torch.bool)
 
 
 class RowLengthCriteria(MaxLengthCriteria):

@@ -10,14 +10,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from ...decoding import constraints
 from ...families import accepted_names
+from ...logits.stopping.tokens import Cancellation
 from ...memory import caches
-from ...settings import sampler_order
-from ...settings.cancellation import Cancellation
-from ...settings.fields import FIELDS, is_on, require_eos, require_tokenizer, with_suggestions
+from ...settings.fields import (
+    FIELDS,
+    is_on,
+    require_eos,
+    require_tokenizer,
+    sampler_fields,
+    with_suggestions,
+)
+from ...settings.grammar import described
 from ...settings.kinds import ANY, LOGPROBS_MODES, OBJECT
 from ...settings.logs import logger
 from ...state.call import Call, Request
@@ -36,6 +43,9 @@ def _is_assistant(value: Any) -> bool:
     is_drafter = _has("draft", "observe")(value) or hasattr(value, "get_candidates")
     return isinstance(value, nn.Module) or hasattr(value, "generate") or is_drafter
 
+
+#: transformers' function, which ``validate_generated_length`` extends.
+UPSTREAMS_LENGTH_CHECK: Any = GenerationMixin._validate_generated_length
 
 #: Arguments that are no tensors: the test of each, and what it has to do.
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -82,11 +92,11 @@ def check_request(request: Request) -> None:
     for name, (accepts, what) in ARGUMENTS.items():
         value = getattr(request, name, request.kwargs.get(name))
         if value is not None and not accepts(value):
-            raise TypeError(f"`{name}` has to {what}, but is {_kind(value)}.")
+            raise TypeError(f"`{name}` has to {what}, but is {described(value)}.")
     for name in ("logits_processor", "stopping_criteria"):
         for function in getattr(request, name) or ():
             if not callable(function):
-                raise TypeError(f"`{name}` has to hold callables, but holds {_kind(function)}.")
+                raise TypeError(f"`{name}` has to hold callables, but holds {described(function)}.")
     for name in TENSORS:
         if (tensor := getattr(request, name, request.kwargs.get(name))) is None:
             continue
@@ -96,13 +106,9 @@ def check_request(request: Request) -> None:
                 advice = "Unpack it: generate(**inputs)."
             elif any(isinstance(text, str) for text in (tensor if _is_list(tensor) else [tensor])):
                 advice = "Tokenize it: generate(**tokenizer(text, return_tensors='pt'))."
-            raise TypeError(f"`{name}` has to be a tensor, but is {_kind(tensor)}. {advice}")
+            raise TypeError(f"`{name}` has to be a tensor, but is {described(tensor)}. {advice}")
         if tensor.ndim == 0:
             raise IndexError(f"`{name}` has to be (batch, …), but is one number, {tensor}.")
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__} ({str(value)[:60]})"
 
 
 def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
@@ -167,7 +173,7 @@ def check_fields(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("cache_implementation") is not None:
         check_cache_implementation(values["cache_implementation"])
     if (order := values.get("sampler_order")) is not None:
-        sampler_order.fields_of(order)
+        sampler_fields(order)
     if (mode := values.get("logprobs_mode")) is not None and mode not in LOGPROBS_MODES:
         meant = with_suggestions([str(mode)], LOGPROBS_MODES)
         raise ValueError(f"`logprobs_mode` has to be one of {[*LOGPROBS_MODES]}, but is {meant}.")
@@ -194,7 +200,15 @@ def check_config(call: Call) -> None:
                 require_tokenizer(tokenizer, name, value)
         patterns = getattr(config, "stop_regex", None)
         for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
-            _check_pattern(pattern)
+            try:
+                matches_nothing = re.compile(pattern).search("") is not None
+            except re.error as error:
+                raise ValueError(f"`stop_regex` {pattern!r} does not compile: {error}.") from None
+            if matches_nothing:
+                raise ValueError(
+                    f"`stop_regex` {pattern!r} matches the empty text: every row would end at its first "
+                    "token."
+                )
         if getattr(config, "thinking_token_budget", None) is not None:
             _check_thinking(config, tokenizer)
         if tokenizer is None and getattr(config, "dry_multiplier", None):
@@ -222,17 +236,6 @@ def check_config(call: Call) -> None:
 STOPS = (
     "max_new_tokens stop_strings stop_regex stop_token_ids max_time repetition_detection"
 ).split()
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        matches_nothing = re.compile(pattern).search("") is not None
-    except re.error as error:
-        raise ValueError(f"`stop_regex` {pattern!r} does not compile: {error}.") from None
-    if matches_nothing:
-        raise ValueError(
-            f"`stop_regex` {pattern!r} matches the empty text: every row would end at its first token."
-        )
 
 
 def _check_thinking(config: Any, tokenizer: Any) -> None:
@@ -278,26 +281,11 @@ def validate_generated_length(
         return
     if config.constraints is not None or config.force_words_ids is not None:
         constraints.check_room(config, longest - input_ids_length)
-    if has_default_max_length and config.max_new_tokens is None:
+    UPSTREAMS_LENGTH_CHECK(self, config, input_ids_length, has_default_max_length)
+    min_tokens = getattr(config, "min_tokens", None)
+    if min_tokens is not None and min_tokens + input_ids_length > longest:
         warnings.warn(
-            f"No length was asked for, so up to {longest} tokens are generated, the default "
-            "`max_length`. Set `max_new_tokens`.",
+            f"`min_tokens`={min_tokens} asks for {min_tokens + input_ids_length} tokens in all, more than "
+            f"`max_length`={longest}: generation stops at `max_length`.",
             stacklevel=2,
         )
-    if input_ids_length >= longest:
-        name = "decoder_input_ids" if self.config.is_encoder_decoder else "input_ids"
-        raise ValueError(
-            f"`{name}` has {input_ids_length} tokens and `max_length` is {longest}, so there is no "
-            "room to generate. Raise `max_length`, or better, set `max_new_tokens`."
-        )
-    for field in ("min_length", "min_new_tokens", "min_tokens"):
-        if (value := getattr(config, field, None)) is None:
-            continue
-        length = value if field == "min_length" else value + input_ids_length
-        if length > longest:
-            default = " (its default)" if has_default_max_length else ""
-            warnings.warn(
-                f"`{field}`={value} asks for {length} tokens in all, more than `max_length`={longest}{default}: "
-                "generation stops at `max_length`.",
-                stacklevel=2,
-            )
