@@ -33,7 +33,7 @@ class GenerationConfig(transformers.GenerationConfig):
         validate.check_cache_implementation(self.cache_implementation)
         for value in rows.each(self.max_new_tokens):
             FIELDS["max_new_tokens"].check("max_new_tokens", value)
-        with _without_own_values(self, *rows.lists_in(vars(self))):
+        with _without_own_values(self, *rows.lists_in(dict(vars(self)))):
             super().validate(strict=strict, **kwargs)
 
     @classmethod

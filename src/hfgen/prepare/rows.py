@@ -65,8 +65,8 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
             )
     configs = list(caller_config) if isinstance(caller_config, list | tuple) else None
     lists = lists_in(request.kwargs)
-    own = {} if configs is not None or caller_config is None else lists_in(vars(caller_config))
-    of_config = {name: v for name, v in own.items() if request.kwargs.get(name) is None}
+    one_config = {} if configs is not None or caller_config is None else vars(caller_config)
+    of_config = {n: v for n, v in lists_in(one_config).items() if request.kwargs.get(n) is None}
     lengths = {name: len(values) for name, values in (of_config | lists).items()}
     if configs is not None:
         lengths["generation_config"] = len(configs)

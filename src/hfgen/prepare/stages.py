@@ -60,11 +60,11 @@ def prepare(
             model, call, prompt
         )
         caches.prepare(model, call, prompt, fans_out)
-        own = prompt.ids.device.type
+        place = prompt.ids.device.type
         # From the CPU, ids are moved for each forward.
-        if own != "cpu" and own != (device := model.device.type):
+        if place != "cpu" and place != (device := model.device.type):
             warnings.warn(
-                f"`input_ids` is on {own} and the model on {device}; every step copies between them. "
+                f"`input_ids` is on {place} and the model on {device}; every step copies between them. "
                 f"Call input_ids.to('{device}') first.",
                 stacklevel=2,
             )

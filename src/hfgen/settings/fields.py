@@ -22,8 +22,8 @@ def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
     known = list(known)
     nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in unknown}
     return ", ".join(
-        f"`{name}` (did you mean `{found[0]}`?)" if found else f"`{name}`"
-        for name, found in nearest.items()
+        f"`{name}` (did you mean `{names[0]}`?)" if names else f"`{name}`"
+        for name, names in nearest.items()
     )
 
 

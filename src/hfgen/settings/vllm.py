@@ -16,14 +16,18 @@ TO_LAST_POSITION = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One field of vLLM's class: its default there, and the field or the fields that it becomes here.
+    """One field of vLLM's class: its default there, and the fields that it becomes here.
 
     With a ``reason``, values other than the default are refused, unless both mean "off".
     """
 
     default: Any
-    becomes: str | Callable[[Any], dict[str, Any]] = lambda value: {}
+    becomes: Callable[[Any], dict[str, Any]] = lambda value: {}
     reason: str | None = None
+
+
+def _named(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {} if value is None else {name: value}
 
 
 def _temperature(value: float) -> dict[str, Any]:
@@ -67,33 +71,33 @@ GRAMMARS = ("choice", "grammar", "json", "json_object", "regex")
 
 
 def _structured(params: Any) -> dict[str, Any]:
-    given = {name: value for name, value in fields_of(params).items() if value}
-    if not given:
+    options = {name: value for name, value in fields_of(params).items() if value}
+    if not options:
         return {}
-    is_compact = given.pop("disable_any_whitespace", False)
-    if len(given) != 1 or (name := next(iter(given))) not in GRAMMARS:
+    is_compact = options.pop("disable_any_whitespace", False)
+    if len(options) != 1 or (name := next(iter(options))) not in GRAMMARS:
         raise ValueError(
             f"`structured_outputs` has to have one of {[*GRAMMARS]}, and beside it only "
-            f"`disable_any_whitespace`, but has {sorted(given)}."
+            f"`disable_any_whitespace`, but has {sorted(options)}."
         )
     make: Any = grammar.lark if name == "grammar" else getattr(grammar, name)
-    made = make() if name == "json_object" else make(given[name])
+    made = make() if name == "json_object" else make(options[name])
     return {"grammar": replace(made, whitespace=False) if is_compact else made}
 
 
 #: Every field of vLLM's class, in its order.
 PARAMS: dict[str, Param] = {
-    "n": Param(1, "num_return_sequences"),
-    "presence_penalty": Param(0.0, "presence_penalty"),
-    "frequency_penalty": Param(0.0, "frequency_penalty"),
+    "n": Param(1, _named("num_return_sequences")),
+    "presence_penalty": Param(0.0, _named("presence_penalty")),
+    "frequency_penalty": Param(0.0, _named("frequency_penalty")),
     "repetition_penalty": Param(1.0, lambda value: {"repetition_penalty": float(value)}),
     "temperature": Param(1.0, _temperature),
     "watermarking": Param(
         None, reason="pass transformers' `watermarking_config`: an engine of vLLM holds its own"
     ),
-    "top_p": Param(1.0, "top_p"),
-    "top_k": Param(0, "top_k"),
-    "min_p": Param(0.0, "min_p"),
+    "top_p": Param(1.0, _named("top_p")),
+    "top_k": Param(0, _named("top_k")),
+    "min_p": Param(0.0, _named("min_p")),
     "seed": Param(None, lambda value: {} if value in (None, -1) else {"seed": value}),
     "stop": Param(None, _stop),
     "stop_token_ids": Param(None, lambda value: {"stop_token_ids": value} if value else {}),
@@ -104,21 +108,21 @@ PARAMS: dict[str, Param] = {
     "prompt_logprobs": Param(None, _count("prompt_logprobs")),
     "prompt_logprob_token_ids": Param(None, reason="`prompt_logprobs=-1` has all tokens"),
     "prompt_logprob_start": Param(None, reason="`prompt_logprobs` begin at the second token"),
-    "logprob_token_ids": Param(None, "logprob_token_ids"),
+    "logprob_token_ids": Param(None, _named("logprob_token_ids")),
     "flat_logprobs": Param(False),  # `output.logprobs` always has flat tensors
     "detokenize": Param(True),  # texts are returned only if `generate` gets a `tokenizer`
-    "skip_special_tokens": Param(True, "skip_special_tokens"),
+    "skip_special_tokens": Param(True, _named("skip_special_tokens")),
     "spaces_between_special_tokens": Param(
         True, reason="the tokenizer decides about spaces between special tokens"
     ),
-    "include_stop_str_in_output": Param(False, "include_stop_str_in_output"),
+    "include_stop_str_in_output": Param(False, _named("include_stop_str_in_output")),
     "output_kind": Param(None),  # `generate` returns the final output, `stream` the new tokens
     "stream_interval": Param(None, reason="`stream` has an event for every step"),
     "skip_clone": Param(False),  # configs are copied where it matters
     "output_text_buffer_length": Param(0),  # vLLM computes it from `stop`
     "structured_outputs": Param(None, _structured),
     "logit_bias": Param(None, _bias),
-    "allowed_token_ids": Param(None, "allowed_token_ids"),
+    "allowed_token_ids": Param(None, _named("allowed_token_ids")),
     "extra_args": Param(None, reason="pass your own `logits_processor` to `generate`"),
     "bad_words": Param(None, lambda value: {"bad_words": value} if value else {}),
     "skip_reading_prefix_cache": Param(None),  # only calls with `prefix_cache` read one
@@ -151,10 +155,7 @@ def translated(params: dict[str, Any]) -> dict[str, Any]:
             value = param.default
         if param.reason is not None and value != param.default and (value or param.default):
             raise ValueError(f"`{name}` (={value!r}) is not supported: {param.reason}.")
-        if callable(param.becomes):
-            fields |= param.becomes(value)
-        elif value is not None:
-            fields[param.becomes] = value
+        fields |= param.becomes(value)
     if fields["do_sample"]:
         return fields
     return {name: value for name, value in fields.items() if FIELDS[name].needs != "do_sample"}

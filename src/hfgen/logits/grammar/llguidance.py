@@ -44,6 +44,7 @@ class LLGuidance:
                 f"`grammar` needs a tokenizer with a fast backend (of the library tokenizers), and "
                 f"`tokenizer` ({name}) has none. Load it with `use_fast=True`, or convert it."
             )
+        self.size = len(tokenizer)  # without gaps between ids
         self.n_tokens = 1 + max(tokenizer.get_vocab().values())
         described = json.loads(backend.to_str())
         described["padding"] = described["truncation"] = None
@@ -108,7 +109,7 @@ class LLGuidance:
                 )
 
 
-_LIBRARIES: WeakKeyDictionary[Any, tuple[int, LLGuidance]] = WeakKeyDictionary()
+_LIBRARIES: WeakKeyDictionary[Any, LLGuidance] = WeakKeyDictionary()  # by tokenizer
 
 
 def library_of(tokenizer: Any) -> LLGuidance:
@@ -119,9 +120,7 @@ def library_of(tokenizer: Any) -> LLGuidance:
     """
     if llguidance is None:
         raise ImportError("`grammar` needs the package llguidance: pip install 'hfgen[grammar]'")
-    size = len(tokenizer)
-    known_size, library = _LIBRARIES.get(tokenizer, (-1, None))
-    if library is None or known_size != size:
-        library = LLGuidance(tokenizer)
-        _LIBRARIES[tokenizer] = size, library
+    library = _LIBRARIES.get(tokenizer)
+    if library is None or library.size != len(tokenizer):
+        library = _LIBRARIES[tokenizer] = LLGuidance(tokenizer)
     return library

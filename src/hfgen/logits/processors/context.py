@@ -45,10 +45,6 @@ class Context:
     tokenizer: Any = None  # the call's, if it was given one
 
     @property
-    def is_encoder_decoder(self) -> bool:
-        return bool(self.model.config.is_encoder_decoder)
-
-    @property
     def eos(self) -> torch.Tensor | None:
         """EOS ids ``(n,)``, or ``None`` where generation has no EOS token."""
         return getattr(self.config, "_eos_token_tensor", None)
@@ -70,7 +66,8 @@ class Context:
     @property
     def n_pads(self) -> torch.Tensor | None:
         """``(rows,)``: how many columns of padding each row of the decoder's prompt begins with."""
-        name = "decoder_attention_mask" if self.is_encoder_decoder else "attention_mask"
+        is_encoder_decoder = self.model.config.is_encoder_decoder
+        name = "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
         mask = self.model_kwargs.get(name)
         return None if mask is None else (mask != 0).int().argmax(dim=1)
 

@@ -126,7 +126,7 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
 def guidance(scale: Any, context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor:
     negative = context.negative_prompt_ids, context.negative_prompt_attention_mask
     branch = scale, context.model, *negative, context.config.use_cache
-    if context.is_encoder_decoder:
+    if context.model.config.is_encoder_decoder:
         mask = context.model_kwargs.get("decoder_attention_mask")
         return EncoderDecoderGuidance(*branch, _last_encoder_token(context), mask)
     processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(*branch)

@@ -241,7 +241,7 @@ def encoder_ids(context: Context, argument: str) -> tuple[torch.Tensor, torch.Te
 
 
 def warn_without_prompt(context: Context, argument: str) -> None:
-    if not context.is_encoder_decoder and context.prompt_length == 0:
+    if not context.model.config.is_encoder_decoder and context.prompt_length == 0:
         reason = "the prompt was given as `inputs_embeds`, without `input_ids`."
         warnings.warn(f"`{argument}` counts generated tokens only: {reason}", stacklevel=2)
 

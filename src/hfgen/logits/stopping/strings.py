@@ -87,8 +87,8 @@ class TextCriteria(StoppingCriteria):
         return sorted(hit - self.prompt_length for hit in self.hits)
 
     def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
-        found = None if n <= self.min_tokens else self.found(ids, n)
-        return None if found is None else FinishReason("stop", found.stop)
+        match = None if n <= self.min_tokens else self.found(ids, n)
+        return None if match is None else FinishReason("stop", match.stop)
 
 
 class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
