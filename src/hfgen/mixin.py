@@ -26,7 +26,7 @@ from .decoding.outputs import GenerateOutput
 from .logits import processors, stopping
 from .memory import caches
 from .memory.checks import explaining_misfit
-from .prepare import config, healing, inputs, validate
+from .prepare import config, inputs, validate
 from .prepare.stages import prepare
 from .running import exact, executor, step_inputs
 from .settings.versions import warn_if_untested
@@ -230,7 +230,7 @@ class GenerationMixin(transformers.GenerationMixin):
     _prepare_model_inputs = inputs.prepare_model_inputs
     _maybe_initialize_input_ids_for_generation = inputs.maybe_initialize_input_ids_for_generation
     _expand_inputs_for_generation = inputs.expand_inputs_for_generation
-    heal_tokens = healing.heal_tokens
+    heal_tokens = inputs.heal_tokens
 
     # Stage 3: encoders, which transformers' own methods run.
     _prepare_multimodal_encoder_kwargs_for_generation = (

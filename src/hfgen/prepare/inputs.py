@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, StaticCache
+from transformers import GenerationConfig, GenerationMixin, StaticCache
+from transformers.tokenization_python import ExtensionsTrie
 from transformers.utils.generic import is_flash_attention_requested
 
 from .. import families
@@ -18,7 +19,6 @@ from ..settings.fields import require_tokenizer
 from ..settings.logs import logger
 from ..state.call import Call, ModelKwargs, Prompt, SharedPrompt
 from . import rows, validate
-from .healing import follow_length, heal_tokens
 
 #: transformers' functions that this module extends: ``hfgen.patch`` replaces them in transformers' class.
 UPSTREAMS_MODEL_INPUTS: Any = GenerationMixin._prepare_model_inputs
@@ -114,7 +114,20 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
     if config.token_healing:
         ids = prompt.ids
         prompt.ids = model.heal_tokens(ids, call.mode_kwargs.get("tokenizer"))
-        follow_length(model, prompt, ids, config._pad_token_tensor)
+        _follow_length(model, prompt, ids, config._pad_token_tensor)
+
+
+def _follow_length(model: Any, prompt: Prompt, ids: torch.Tensor, pad: Any) -> None:
+    """Mask and positions for healed ``prompt.ids``, longer than ``ids`` or padded, as upstream has them."""
+    model_kwargs, healed = prompt.model_kwargs, prompt.ids
+    is_padded = model_kwargs.get("attention_mask") is not None
+    if healed.shape == ids.shape or not (is_padded or healed.shape[1] > ids.shape[1]):
+        return
+    if is_padded:
+        model_kwargs["attention_mask"] = healed.ne(pad).long()
+    if model_kwargs.get("position_ids") is not None:
+        position_ids = model._prepare_position_ids_for_generation(healed, model_kwargs)
+        model_kwargs["position_ids"] = position_ids
 
 
 def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
@@ -212,3 +225,41 @@ def expand_inputs_for_generation(
         copies = {modality: copy.copy(outputs) for modality, outputs in encoded.items()}
         model_kwargs["mm_encoder_outputs"] = copies
     return UPSTREAMS_EXPANSION(self, expand_size, is_encoder_decoder, input_ids, **model_kwargs)
+
+
+def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
+    """Replace the last token of each prompt by the likeliest token that starts with its text.
+
+    Returns ids ``(rows, length)`` of the stripped and retokenised prompts, whose length may differ.
+    """
+    require_tokenizer(tokenizer, "token_healing", True)
+    bos_id, pad_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+    prompts = [text.strip() for text in tokenizer.decode(input_ids, skip_special_tokens=True)]
+    ids = tokenizer(prompts, return_tensors="pt", padding=True).input_ids.to(input_ids.device)
+    ids = torch.where(ids == bos_id, pad_id, ids)  # healing is not to be conditioned on BOS
+    if ids.numel() == 0:
+        return ids
+
+    vocabulary = tokenizer.get_vocab()
+    trie = ExtensionsTrie(vocabulary)
+    space_id = tokenizer.convert_tokens_to_ids(" ")
+    space = None if space_id is None else tokenizer.convert_ids_to_tokens(space_id)[0]
+    one_token = GenerationConfig(max_new_tokens=1, pad_token_id=pad_id)
+    for row in ids:
+        if (row == pad_id).all():
+            continue
+        tail_id = row[-1].item()
+        tail = tokenizer.decode(tail_id)
+        tail = tail if space is None else tail.replace(" ", space)  # as the vocabulary spells it
+        # A part of a character has no spelling, and then nothing in the vocabulary extends it.
+        extensions = (token for token in trie.extensions(tail) if token in vocabulary)
+        bias = {(vocabulary[token],): 10.0 for token in extensions}
+        if not bias.keys() - {(tail_id,)} or len(row) == 1:
+            continue  # nothing to choose from, or nothing to choose by
+        bias[(tail_id,)] = 11.0  # a whole word is rather kept than extended
+        one_token.update(sequence_bias=bias)
+        context = row[:-1]
+        if (row != pad_id).sum() == 1:
+            context[-1] = bos_id
+        row[:] = self.generate(context.unsqueeze(0), generation_config=one_token)[0]
+    return ids

@@ -57,11 +57,15 @@ class Context:
         tokens = torch.atleast_1d(torch.tensor(stops, device=self.device))
         return tokens if self.eos is None else torch.cat([self.eos.to(tokens.device), tokens])
 
-    @property
-    def encoder_ids(self) -> torch.Tensor | None:
-        """The main input ``(rows, length)`` if it is token ids; some models fill in -100 for none."""
-        ids = self.encoder_input_ids
-        return ids if ids is not None and ids.dim() == 2 and not (ids < 0).any() else None
+    def encoder_ids(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The main input ``(batch, length)`` and bools of its tokens; ``None`` if it is not token ids."""
+        ids, mask = self.encoder_input_ids, self.model_kwargs.get("attention_mask")
+        if ids is None or ids.dim() != 2 or (ids < 0).any():  # some models fill in -100 for none
+            return None
+        if mask is None or mask.ndim != 2 or len(mask) % len(ids) or mask.shape[1] < ids.shape[1]:
+            return ids, torch.ones_like(ids, dtype=torch.bool)
+        # The mask is expanded to beams, the input is not.
+        return ids, mask[:: len(mask) // len(ids), -ids.shape[1] :].to(ids.device) != 0
 
     @property
     def n_pads(self) -> torch.Tensor | None:

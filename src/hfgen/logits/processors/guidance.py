@@ -138,12 +138,11 @@ def guidance(scale: Any, context: Context) -> UnbatchedClassifierFreeGuidanceLog
 
 def _last_encoder_token(context: Context) -> torch.Tensor | None:
     """The last token ``(rows, 1)`` that the encoder attends to: the default negative prompt."""
-    ids, mask = context.encoder_ids, context.model_kwargs.get("attention_mask")
-    if ids is None or mask is None:
-        return None if ids is None else ids[:, -1:]
-    mask = mask[:: len(mask) // len(ids)]  # the mask is expanded to beams, the input is not
+    if (ids_and_mask := context.encoder_ids()) is None:
+        return None
+    ids, is_token = ids_and_mask
     positions = torch.arange(ids.shape[1], device=ids.device)
-    return ids.gather(1, (positions * (mask != 0)).argmax(dim=1, keepdim=True))
+    return ids.gather(1, (positions * is_token).argmax(dim=1, keepdim=True))
 
 
 def _expand(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -229,15 +229,11 @@ def _restriction(context: Context) -> tuple[int | None, torch.Tensor | None]:
 
 
 def encoder_ids(context: Context, argument: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The main input ``(batch, length)`` and its mask as bools; warns if the input is not ids."""
-    if (ids := context.encoder_ids) is None:
+    """``context.encoder_ids()``, with a warning if the input is not ids."""
+    if (ids_and_mask := context.encoder_ids()) is None:
         message = "is ignored: it works on token ids, and the input of this call has none."
         warnings.warn(f"`{argument}` {message}", stacklevel=2)
-        return None
-    mask = context.model_kwargs.get("attention_mask")
-    if mask is None or mask.ndim != 2 or len(mask) % len(ids) or mask.shape[1] < ids.shape[1]:
-        return ids, torch.ones_like(ids, dtype=torch.bool)
-    return ids, mask[:: len(mask) // len(ids), -ids.shape[1] :].to(ids.device) != 0
+    return ids_and_mask
 
 
 def warn_without_prompt(context: Context, argument: str) -> None:
