@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hfgen
-from hfgen.logits.processors.vocabulary import ThinkingBudget
+from hfgen.logits.thinking import ThinkingBudget
 from tests import tiny
 from tests.scripted import PROMPT, generated, ids_of, model, tokenizer, write
 from tests.test_stops import MODES

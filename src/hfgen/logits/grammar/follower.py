@@ -12,38 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..markers import first, last
+from ..thinking import Thinking, last
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-
-@dataclass(frozen=True, slots=True)
-class Thinking:
-    """The section of a row's thoughts: behind the tokens ``start (n,)``, up to the tokens ``end (n,)``.
-
-    ``may_begin``: the row may open a section itself, with its first tokens; else only its prompt may.
-    """
-
-    start: torch.Tensor
-    end: torch.Tensor
-    may_begin: bool
-
-    def split(self, tokens: torch.Tensor, is_open: bool) -> tuple[int, int | None]:
-        """How many of the generated ``tokens (n,)`` precede the text, -1 while the row thinks.
-
-        Also the next token of ``start``, if ``tokens`` are nothing but the beginning of it. ``is_open``:
-        the prompt ends inside a section.
-        """
-        n, n_start = len(tokens), len(self.start)
-        if is_open:
-            return first(tokens, self.end), None
-        if not self.may_begin or not torch.equal(tokens[:n_start], self.start[:n]):
-            return 0, None
-        if n < n_start:
-            return 0, int(self.start[n])
-        end = first(tokens[n_start:], self.end)
-        return end if end < 0 else n_start + end, None
 
 
 @dataclass(slots=True)

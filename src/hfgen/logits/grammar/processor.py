@@ -14,8 +14,8 @@ from transformers import LogitsProcessor, StoppingCriteria
 from ...settings.fields import require_tokenizer
 from ...settings.grammar import Grammar
 from ...state.vocabularies import n_scores
-from ..markers import marker_ids
-from .follower import Followed, Follower, Thinking
+from ..thinking import Thinking, marker_ids
+from .follower import Followed, Follower
 from .llguidance import LLGuidance, library_of
 
 LOWEST = -1e30  # the score of every token of a beam that has ended: it stays below all that go on

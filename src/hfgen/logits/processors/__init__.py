@@ -18,6 +18,7 @@ from transformers.generation import logits_process as upstream
 
 from ...settings.fields import sampler_fields
 from ..grammar import processor as grammar
+from ..thinking import thinking_budget
 from . import dry, per_row, repetition, samplers, vocabulary
 from .context import Builder, Context, Row, built
 from .guidance import guidance
@@ -136,7 +137,7 @@ WARPERS: list[Row] = [
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
 FINAL: list[Builder] = [
-    Row("thinking_token_budget", vocabulary.thinking_budget, reads=THINKING),
+    Row("thinking_token_budget", thinking_budget, reads=THINKING),
     Row("grammar", lambda _, c: grammar.NoTokenLeft(c.config.num_beams or 1), of_all=True),
     Row("watermarking_config", vocabulary.watermark),
     Row("renormalize_logits", lambda _, c: upstream.LogitNormalization(), False, _not_true),

@@ -1,9 +1,8 @@
-"""Processors that allow or forbid given tokens, or force or forbid the end of a text or of its thoughts."""
+"""Processors that allow or forbid given tokens, or force or forbid the end of a sequence."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from ...settings.fields import require_eos
-from ..markers import last, marker_ids
 from .context import Context
 from .per_row import expand
 
@@ -95,49 +93,6 @@ class BadWordsOfAnswer(NoBadWordsLogitsProcessor):
         return super().__call__(input_ids[:, self.prompt_length :], scores)
 
 
-class ThinkingBudget(LogitsProcessor):
-    """Forces the end of a thinking section that has ``budget`` tokens, as vLLM's ``thinking_token_budget``.
-
-    A section begins behind the tokens ``start``, in the prompt or in the output, and ends with the tokens
-    ``end``. The forced tokens are ``message`` and ``end``, which do not count. Each section has the whole
-    budget.
-    """
-
-    def __init__(
-        self,
-        budget: int,
-        start: Sequence[int],
-        end: Sequence[int],
-        message: Sequence[int] = (),
-        prompt_length: int = 0,
-        device: Any = None,
-    ) -> None:
-        self.budget, self.prompt_length = budget, prompt_length
-        self.start, self.end, self.forced = (
-            torch.tensor(ids, device=device) for ids in (start, end, [*message, *end])
-        )
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores ``(rows, vocab)``; a row that has to end a section has one token left."""
-        n_thought = self.n_thought(input_ids)
-        is_forced = n_thought >= self.budget
-        if is_forced.is_cpu and not is_forced.any():  # to look at an accelerator is to wait for it
-            return scores
-        step = (n_thought - self.budget).clamp(min=0, max=len(self.forced) - 1)
-        forced = torch.full_like(scores, -torch.inf).scatter(1, self.forced[step][:, None], 0.0)
-        return torch.where(is_forced[:, None], forced, scores)
-
-    def n_thought(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """How many tokens an open section has: ``(rows,)``, -1 outside of one.
-
-        Those in the prompt count as ``budget`` tokens at most: the end is forced from its first token on.
-        """
-        opened, closed = last(input_ids, self.start), last(input_ids, self.end)
-        n_in_prompt = (self.prompt_length - opened).clamp(min=0, max=self.budget)
-        n_thought = n_in_prompt + input_ids.shape[1] - opened.clamp(min=self.prompt_length)
-        return n_thought.masked_fill(opened <= closed, -1)
-
-
 def bad_words(words: str | list[str], context: Context) -> NoBadWordsLogitsProcessor:
     """Rules out words, at the start of a text and after a space (vLLM's ``bad_words``)."""
     words = [words] if isinstance(words, str) else words
@@ -174,11 +129,3 @@ def exponential_decay(penalty: Any, context: Context) -> upstream.ExponentialDec
 def watermark(config: Any, context: Context) -> LogitsProcessor:
     vocab_size = context.model.config.get_text_config().vocab_size
     return config.construct_processor(vocab_size, context.device)
-
-
-def thinking_budget(budget: int, context: Any) -> ThinkingBudget:
-    """The processor of a call; markers and message are token ids, or strings that are tokenised."""
-    config = context.config
-    parts = (config.thinking_start, config.thinking_end, config.thinking_message)
-    start, end, message = (marker_ids(part, context.tokenizer) for part in parts)
-    return ThinkingBudget(budget, start, end, message, context.prompt_length, context.device)
