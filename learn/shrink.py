@@ -77,7 +77,15 @@ IDEAS = [
         ["hfgen.engine", "hfgen.memory.caches.slots"],
     ),
     Idea("grammars", [], ["hfgen.logits.grammar"]),
-    Idea("seeds", [], ["hfgen.state.seeds", "hfgen.state.draws"]),
+    Idea(
+        "seeds",
+        [],
+        [
+            "hfgen.state.seeds",
+            "hfgen.state.survivors.draw",
+            "hfgen.state.survivors.draws_by_uniforms",
+        ],
+    ),
     Idea("exact rows", [], []),
 ]
 
