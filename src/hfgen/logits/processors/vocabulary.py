@@ -65,8 +65,9 @@ class _NoEarlyEnd(Banning):
     ``least`` is a number, or a column ``(prompts, 1)``, which upstream's constructors do not take.
     """
 
-    def __init__(self, ending: torch.Tensor, least: int | torch.Tensor, start: int = 0) -> None:
-        self.eos_token_id, self.least, self.start = ending, least, start
+    eos_token_id: torch.Tensor
+    least: int | torch.Tensor
+    start = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         is_short = expand(self.least, len(scores)) > input_ids.shape[-1] - self.start
@@ -79,9 +80,15 @@ class _NoEarlyEnd(Banning):
 class MinLengthLogitsProcessor(_NoEarlyEnd, upstream.MinLengthLogitsProcessor):
     """No end while the sequence, prompt and left pads included, is too short."""
 
+    def __init__(self, least: int | torch.Tensor, ending: torch.Tensor) -> None:
+        self.least, self.eos_token_id = least, ending
+
 
 class MinNewTokensLengthLogitsProcessor(_NoEarlyEnd, upstream.MinNewTokensLengthLogitsProcessor):
     """No end before so many tokens are generated."""
+
+    def __init__(self, start: int, least: int | torch.Tensor, ending: torch.Tensor) -> None:
+        self.start, self.least, self.eos_token_id = start, least, ending
 
 
 class BadWordsOfAnswer(NoBadWordsLogitsProcessor):
@@ -113,12 +120,12 @@ def begin_suppress_tokens(tokens: Any, context: Context) -> SuppressTokensAtBegi
 
 def min_length(n: Any, context: Context) -> MinLengthLogitsProcessor | None:
     ending = context.ending_tokens
-    return None if ending is None else MinLengthLogitsProcessor(ending, n)
+    return None if ending is None else MinLengthLogitsProcessor(n, ending)
 
 
 def min_new_tokens(n: Any, context: Context) -> MinNewTokensLengthLogitsProcessor | None:
     ending, start = context.ending_tokens, context.prompt_length
-    return None if ending is None else MinNewTokensLengthLogitsProcessor(ending, n, start)
+    return None if ending is None else MinNewTokensLengthLogitsProcessor(start, n, ending)
 
 
 def exponential_decay(penalty: Any, context: Context) -> upstream.ExponentialDecayLengthPenalty:
