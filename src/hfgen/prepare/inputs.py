@@ -92,6 +92,8 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
     """The ids to decode from, one row per beam or returned sequence, healed if asked for."""
     config = call.config
     if model.config.is_encoder_decoder:
+        if prompt.model_kwargs.get("decoder_attention_mask") is None:  # which the hook would extend
+            prompt.model_kwargs.pop("decoder_attention_mask", None)
         ids, prompt.model_kwargs = model._prepare_decoder_input_ids_for_generation(
             batch_size=prompt.batch_size,
             model_input_name=prompt.main_input_name,
