@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .engine.many import generate_many as generate_many
     from .logits.logprobs import Logprobs as Logprobs
     from .logits.logprobs import TokenLogprob as TokenLogprob
+    from .logits.stopping.tokens import Cancellation as Cancellation
     from .memory.caches.pool import free_caches as free_caches
     from .mixin import GenerationMixin as GenerationMixin
     from .patching import AutoModelForCausalLM as AutoModelForCausalLM
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from .running.ranks import RankError as RankError
     from .session import Session as Session
     from .settings import grammar as grammar
-    from .logits.stopping.tokens import Cancellation as Cancellation
     from .streaming import StreamEvent as StreamEvent
     from .tools.builtin import builtin_model as builtin_model
     from .tools.inspect import trace as trace
