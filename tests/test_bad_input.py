@@ -259,7 +259,7 @@ CONTRADICTIONS = [
         },
         "`streamer` cannot follow group beam search",
     ),
-    ({"max_length": 4}, "Input length of input_ids is 7, but `max_length` is set to 4"),
+    ({"max_length": 4}, "`input_ids` has 7 tokens and `max_length` is 4"),
     ({"input_ids": IDS}, "The prompt was passed twice, as `inputs` of shape (2, 7)"),
     ({"max_new_token": 4}, "`max_new_token` (did you mean `max_new_tokens`?)"),
     ({"suppress_tokens": [2], "forced_eos_token_id": 2}, "`forced_eos_token_id`"),

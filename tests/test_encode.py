@@ -10,7 +10,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook
 from torch import nn
 
-from hfgen import GenerationMixin
+from hfgen.prepare import encode, inputs
 
 IDS = torch.tensor([[5, 6]])
 CONFIG = SimpleNamespace(output_attentions=False, output_hidden_states=True)
@@ -43,14 +43,14 @@ class Model:
     """As much of a model as the stage reads."""
 
     main_input_name = "input_ids"
-    _maybe = GenerationMixin._maybe_prepare_encoder_kwargs_for_generation
+    _maybe = inputs.maybe_prepare_encoder_kwargs_for_generation
     _prepare_text_encoder_decoder_kwargs_for_generation = (
-        GenerationMixin._prepare_text_encoder_decoder_kwargs_for_generation
+        encode.prepare_text_encoder_decoder_kwargs_for_generation
     )
     _prepare_multimodal_encoder_kwargs_for_generation = (
-        GenerationMixin._prepare_multimodal_encoder_kwargs_for_generation
+        encode.prepare_multimodal_encoder_kwargs_for_generation
     )
-    _supports_mm_encoder_outputs = GenerationMixin._supports_mm_encoder_outputs
+    _supports_mm_encoder_outputs = inputs.supports_mm_encoder_outputs
 
     def __init__(self, encoder: Any = None, modalities: tuple[str, ...] = ("text",)) -> None:
         self.config = SimpleNamespace(is_encoder_decoder=encoder is not None)
@@ -138,7 +138,7 @@ def test_one_modality_may_come_encoded_and_the_callers_dict_stays() -> None:
 
 
 def test_raw_and_encoded_at_once_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"both.* pixels .*image"):
+    with pytest.raises(ValueError, match=r"image.*pixels and encoded.*\['image'\]"):
         encoded(Seeing(), mm_encoder_outputs={"image": 1}, pixel_values=torch.tensor(1))
 
 

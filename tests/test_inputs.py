@@ -122,7 +122,7 @@ class TestDecoderIds:
         assert self.ids([8, 9])[0].tolist() == [[8], [9]]
 
     def test_a_start_per_row_needs_as_many_as_rows(self):
-        with pytest.raises(ValueError, match="length 2 but got 3"):
+        with pytest.raises(ValueError, match="one id or 2, one per row, but has 3"):
             self.ids([7, 8, 9])
 
     def test_it_is_put_before_what_lacks_it_and_the_mask_grows(self):

@@ -408,10 +408,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"num_beams": 2, "max_new_tokens": [0, 1, 1, 1]},
         "`max_new_tokens` of a prompt is 0",
     ),
-    "no room": (
-        {"max_length": [7, 9, 9, 9], "max_new_tokens": None},
-        "Input length of input_ids is 7, but",
-    ),
+    "no room": ({"max_length": [7, 9, 9, 9], "max_new_tokens": None}, "there is no room"),
     "an unknown name": ({"tempratur": [1.0] * 4}, "did you mean `temperature`"),
     "no configs": ({"generation_config": [1, 2, 3, 4]}, "has to be a GenerationConfig, or a list"),
 }

@@ -198,6 +198,14 @@ def rows_of_states(model: Any) -> int:
     return 1 if model.config.model_type.startswith("gemma3n") else 0
 
 
+def keeps_decoder_prompt(model: Any) -> bool:
+    """Whether decoder ids get no start token: Whisper's and Donut's prompts start with other ones."""
+    config, names = model.config, type(model).__name__
+    if config.model_type == "vision-encoder-decoder":
+        names += config.encoder.model_type
+    return config.model_type == "whisper" or "donut" in names.lower()
+
+
 def takes_only_text(model: Any) -> bool:
     """Whether all ids are of the vocabulary: multimodal models replace others, their placeholders."""
     return getattr(model, "input_modalities", "text") in ("text", ("text",), ["text"])

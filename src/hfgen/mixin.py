@@ -26,7 +26,7 @@ from .decoding.outputs import GenerateOutput
 from .logits import processors, stopping
 from .memory import caches
 from .memory.checks import explaining_misfit
-from .prepare import config, inputs, validate
+from .prepare import config, encode, healing, inputs, validate
 from .prepare.stages import prepare
 from .running import exact, executor, step_inputs
 from .settings.versions import warn_if_untested
@@ -221,20 +221,31 @@ class GenerationMixin(transformers.GenerationMixin):
     # Stage 1: config
     _extract_generation_mode_kwargs = config.extract_generation_mode_kwargs
     _prepare_generation_config = config.prepare_generation_config
+    _prepare_special_tokens = config.prepare_special_tokens
+    _prepare_generated_length = config.prepare_generated_length
     _get_deprecated_gen_repo = delegate.get_deprecated_gen_repo
     _validate_model_kwargs = validate.validate_model_kwargs
     _validate_generation_mode = modes.validate_generation_mode
     _validate_generated_length = validate.validate_generated_length
 
-    # Stage 2: inputs. Special tokens, lengths, mask, positions and decoder ids are transformers' own.
+    # Stage 2: inputs
     _prepare_model_inputs = inputs.prepare_model_inputs
     _maybe_initialize_input_ids_for_generation = inputs.maybe_initialize_input_ids_for_generation
+    _prepare_attention_mask_for_generation = inputs.prepare_attention_mask_for_generation
+    _prepare_position_ids_for_generation = inputs.prepare_position_ids_for_generation
+    _prepare_decoder_input_ids_for_generation = inputs.prepare_decoder_input_ids_for_generation
     _expand_inputs_for_generation = inputs.expand_inputs_for_generation
-    heal_tokens = inputs.heal_tokens
+    heal_tokens = healing.heal_tokens
 
-    # Stage 3: encoders, which transformers' own methods run.
+    # Stage 3: encoders
+    _maybe_prepare_encoder_kwargs_for_generation = (
+        inputs.maybe_prepare_encoder_kwargs_for_generation
+    )
+    _prepare_text_encoder_decoder_kwargs_for_generation = (
+        encode.prepare_text_encoder_decoder_kwargs_for_generation
+    )
     _prepare_multimodal_encoder_kwargs_for_generation = (
-        inputs.prepare_multimodal_encoder_kwargs_for_generation
+        encode.prepare_multimodal_encoder_kwargs_for_generation
     )
     _supports_mm_encoder_outputs = inputs.supports_mm_encoder_outputs
 

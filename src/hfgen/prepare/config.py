@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import transformers
 
 from .. import families
@@ -192,3 +193,95 @@ def prepare_generation_config(
         if value := getattr(config, flag):
             model_kwargs[flag] = value
     return config, model_kwargs
+
+
+def prepare_special_tokens(
+    self: Any,
+    generation_config: transformers.GenerationConfig,
+    kwargs_has_attention_mask: bool | None = None,
+    device: torch.device | str | None = None,
+    batch_size: int | None = None,
+) -> None:
+    """Write the special tokens to the config as tensors, under private names that models read.
+
+    ``_bos_token_tensor``, ``_pad_token_tensor``: scalars; ``_eos_token_tensor (n_eos,)``;
+    ``_decoder_start_token_tensor``: a scalar or ``(batch,)``. A missing pad token becomes the first
+    EOS token. Raises ``ValueError`` if an encoder-decoder model has no start token.
+    """
+    config, target = generation_config, self.device if device is None else device
+    special_tokens = []
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        token = getattr(config, name)
+        if isinstance(token, torch.Tensor):
+            token = token.to(target)
+        elif token is not None:
+            token = torch.tensor(token, device=target, dtype=torch.long)
+        special_tokens.append(token)
+    bos, eos, pad, start = special_tokens
+    if self.config.is_encoder_decoder and start is None and (start := bos) is None:
+        raise ValueError(
+            "An encoder-decoder model needs `decoder_start_token_id` or `bos_token_id` to start "
+            "decoding from; both are None. Set one on model.generation_config."
+        )
+    # One sequence has no padding, and a given mask says where it is: then a guess does no harm.
+    is_guessing = kwargs_has_attention_mask is False and (batch_size is None or batch_size > 1)
+    if eos is not None:
+        eos = torch.atleast_1d(eos)
+        if pad is None:
+            if is_guessing:
+                logger.warning(
+                    "A batch came with neither an `attention_mask` nor a `pad_token_id`: padding is "
+                    "read as text. Pass the tokenizer's `attention_mask`."
+                )
+            pad = eos[0]
+        if is_guessing and torch.isin(eos, pad).any():
+            logger.warning_once(
+                "A batch came without `attention_mask`, and none can be inferred since the pad "
+                "token is an EOS token: padding is read as text. Pass the tokenizer's "
+                "`attention_mask`."
+            )
+        if torch.is_floating_point(eos) or (eos < 0).any():
+            logger.warning(
+                f"`eos_token_id` should be non-negative integers, but is {eos}: no token will match "
+                "it, and generation runs to its maximum length."
+            )
+    config._bos_token_tensor, config._eos_token_tensor = bos, eos
+    config._pad_token_tensor, config._decoder_start_token_tensor = pad, start
+
+
+def prepare_generated_length(
+    self: Any,
+    generation_config: transformers.GenerationConfig,
+    has_default_max_length: bool,
+    has_default_min_length: bool,
+    model_input_name: str,
+    input_ids_length: int,
+    inputs_tensor: torch.Tensor,
+) -> transformers.GenerationConfig:
+    """Turn every way to say how long into ``max_length`` and ``min_length``, prompt included.
+
+    ``max_new_tokens`` and ``min_new_tokens`` win. The default of 20 means 20 new tokens. The length
+    of embeddings, which have no ids, comes off.
+    """
+    config = generation_config
+    has_embeds = model_input_name == "inputs_embeds" and not self.config.is_encoder_decoder
+    embeds_length = inputs_tensor.shape[1] if has_embeds else 0
+    embeds_length = 0 if embeds_length == input_ids_length else embeds_length
+    for side, has_default in (("max", has_default_max_length), ("min", has_default_min_length)):
+        n_new = getattr(config, f"{side}_new_tokens")
+        set_length = getattr(config, f"{side}_length")
+        length = set_length if n_new is None else int(n_new) + input_ids_length
+        if n_new is not None:
+            if set_length is not None and not has_default:
+                logger.warning(
+                    f"Both `{side}_new_tokens`={n_new} and `{side}_length`={set_length} are set; "
+                    f"`{side}_new_tokens` wins."
+                )
+        elif side == "max" and has_default:
+            # Upstream keeps the default within the model's positions only where it extends it.
+            length += input_ids_length
+            length = min(length, getattr(self.config, "max_position_embeddings", None) or length)
+        elif embeds_length:
+            length = max(set_length - embeds_length, 0)
+        setattr(config, f"{side}_length", length)
+    return config

@@ -7,23 +7,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, StaticCache
-from transformers.tokenization_python import ExtensionsTrie
+from transformers import GenerationConfig, StaticCache
 from transformers.utils.generic import is_flash_attention_requested
 
 from .. import families
 from ..families import parameters
+from ..memory.batch import row_dim
 from ..memory.caches import cache_kind
 from ..running.row_states import is_row_wise
 from ..settings.fields import require_tokenizer
 from ..settings.logs import logger
 from ..state.call import Call, ModelKwargs, Prompt, SharedPrompt
 from . import rows, validate
-
-#: transformers' functions that this module extends: ``hfgen.patch`` replaces them in transformers' class.
-UPSTREAMS_MODEL_INPUTS: Any = GenerationMixin._prepare_model_inputs
-UPSTREAMS_ENCODING: Any = GenerationMixin._prepare_multimodal_encoder_kwargs_for_generation
-UPSTREAMS_EXPANSION: Any = GenerationMixin._expand_inputs_for_generation
+from .healing import follow_length, heal_tokens
 
 
 def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
@@ -92,8 +88,6 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
     """The ids to decode from, one row per beam or returned sequence, healed if asked for."""
     config = call.config
     if model.config.is_encoder_decoder:
-        if prompt.model_kwargs.get("decoder_attention_mask") is None:  # which the hook would extend
-            prompt.model_kwargs.pop("decoder_attention_mask", None)
         ids, prompt.model_kwargs = model._prepare_decoder_input_ids_for_generation(
             batch_size=prompt.batch_size,
             model_input_name=prompt.main_input_name,
@@ -116,20 +110,7 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
     if config.token_healing:
         ids = prompt.ids
         prompt.ids = model.heal_tokens(ids, call.mode_kwargs.get("tokenizer"))
-        _follow_length(model, prompt, ids, config._pad_token_tensor)
-
-
-def _follow_length(model: Any, prompt: Prompt, ids: torch.Tensor, pad: Any) -> None:
-    """Mask and positions for healed ``prompt.ids``, longer than ``ids`` or padded, as upstream has them."""
-    model_kwargs, healed = prompt.model_kwargs, prompt.ids
-    is_padded = model_kwargs.get("attention_mask") is not None
-    if healed.shape == ids.shape or not (is_padded or healed.shape[1] > ids.shape[1]):
-        return
-    if is_padded:
-        model_kwargs["attention_mask"] = healed.ne(pad).long()
-    if model_kwargs.get("position_ids") is not None:
-        position_ids = model._prepare_position_ids_for_generation(healed, model_kwargs)
-        model_kwargs["position_ids"] = position_ids
+        follow_length(model, prompt, ids, config._pad_token_tensor)
 
 
 def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
@@ -154,17 +135,40 @@ def prepare_model_inputs(
 ) -> tuple[torch.Tensor, str | None, ModelKwargs]:
     """The main input, its name, and the model kwargs without it.
 
-    It comes as ``inputs``, by name, or as ``inputs_embeds``; else it is one BOS token per row. Raises
-    ``ValueError`` if it comes twice; upstream's error prints all numbers of both tensors.
+    It comes as ``inputs``, by name, or as ``inputs_embeds``; else it is one BOS token per row.
     """
-    has_encoder = self.config.is_encoder_decoder and hasattr(self, "encoder")
+    is_encoder_decoder = self.config.is_encoder_decoder
+    has_encoder = is_encoder_decoder and hasattr(self, "encoder")
     name = (self.encoder if has_encoder else self).main_input_name
-    if inputs is not None and (named := model_kwargs.get(name)) is not None:
+    named = model_kwargs.pop(name, None)
+    if named is not None and inputs is not None:
         raise ValueError(
             f"The prompt was passed twice, as `inputs` of shape {tuple(inputs.shape)} and as `{name}` of "
             f"shape {tuple(named.shape)}. Pass one of them."
         )
-    return UPSTREAMS_MODEL_INPUTS(self, inputs, bos_token_id, model_kwargs)
+    inputs = named if inputs is None else inputs
+
+    embeds = model_kwargs.get("inputs_embeds")
+    if name == "input_ids" and embeds is None:
+        model_kwargs.pop("inputs_embeds", None)
+    elif name == "input_ids":
+        if not is_encoder_decoder:
+            if "inputs_embeds" not in parameters(self.prepare_inputs_for_generation):
+                raise ValueError(
+                    f"{type(self).__name__} does not generate from `inputs_embeds`: its "
+                    "prepare_inputs_for_generation() has no such argument. Pass `input_ids`."
+                )
+            # The ids stay in the kwargs: what comes after the prompt is appended to them.
+            model_kwargs["input_ids"] = self._maybe_initialize_input_ids_for_generation(
+                inputs, bos_token_id, model_kwargs=model_kwargs
+            )
+        elif inputs is not None:
+            raise ValueError(
+                "Both `inputs_embeds` and `input_ids` were passed to the encoder. Pass one of them."
+            )
+        inputs, name = embeds, "inputs_embeds"
+    inputs = self._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
+    return inputs, name, model_kwargs
 
 
 def maybe_initialize_input_ids_for_generation(
@@ -195,20 +199,91 @@ def maybe_initialize_input_ids_for_generation(
     return ones * bos_token_id
 
 
+def maybe_prepare_encoder_kwargs_for_generation(
+    self: Any,
+    inputs_tensor: torch.Tensor,
+    model_kwargs: ModelKwargs,
+    model_input_name: str | None,
+    generation_config: GenerationConfig,
+) -> ModelKwargs:
+    """Add ``encoder_outputs`` or ``mm_encoder_outputs`` to the model kwargs, if the model has such."""
+    if self.config.is_encoder_decoder and model_kwargs.get("encoder_outputs") is None:
+        return self._prepare_text_encoder_decoder_kwargs_for_generation(
+            inputs_tensor=inputs_tensor,
+            model_kwargs=model_kwargs,
+            model_input_name=model_input_name,
+            generation_config=generation_config,
+        )
+    if self._supports_mm_encoder_outputs() and any(
+        modality in self.input_modalities for modality in ("image", "video")
+    ):
+        return self._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)
+    return model_kwargs
+
+
 def supports_mm_encoder_outputs(self: Any) -> bool:
     """Whether forward takes images and videos that were encoded before."""
     return "mm_encoder_outputs" in parameters(self.forward)
 
 
-def prepare_multimodal_encoder_kwargs_for_generation(
-    self: Any, model_kwargs: ModelKwargs
-) -> ModelKwargs:
-    """Encode images and videos ahead of the prefill; their raw inputs leave the kwargs.
+def prepare_position_ids_for_generation(
+    self: Any, inputs_tensor: torch.Tensor, model_kwargs: ModelKwargs
+) -> torch.Tensor:
+    """Positions ``(batch, length)`` of attended tokens, 0 for pads; without a mask ``(1, length)``."""
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    ids = model_kwargs.get("input_ids")
+    inputs_tensor = ids if ids is not None and ids.shape[1] > 0 else inputs_tensor
+    cache = model_kwargs.get("past_key_values")
+    length = inputs_tensor.shape[1] + (0 if cache is None else cache.get_seq_length())
+    return torch.arange(length, dtype=torch.long, device=inputs_tensor.device).unsqueeze(0)
 
-    The caller's ``mm_encoder_outputs`` stay as they are.
-    """
-    model_kwargs["mm_encoder_outputs"] = dict(model_kwargs.get("mm_encoder_outputs") or {})
-    return UPSTREAMS_ENCODING(self, model_kwargs)
+
+def prepare_attention_mask_for_generation(
+    self: Any,
+    inputs_tensor: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+) -> torch.Tensor:
+    """A mask ``(batch, length)``: zeros at pad tokens, if these are in the ids and are not EOS."""
+    ids = model_kwargs.get("input_ids")  # beside embeddings
+    ids = inputs_tensor if ids is None or ids.shape[1] == 0 else ids
+    pad, eos = generation_config._pad_token_tensor, generation_config._eos_token_tensor
+    is_ids = ids.ndim == 2 and ids.dtype in (torch.int, torch.long)
+    is_eos = pad is not None and eos is not None and (eos == pad).any()
+    if pad is None or is_eos or not is_ids:
+        return torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
+    return ids.ne(pad).long()
+
+
+def prepare_decoder_input_ids_for_generation(
+    self: Any,
+    batch_size: int,
+    model_input_name: str,
+    model_kwargs: ModelKwargs,
+    decoder_start_token_id: torch.Tensor,
+    device: torch.device | None = None,
+) -> tuple[torch.Tensor, ModelKwargs]:
+    """Decoder ids ``(batch, length)`` of an encoder-decoder model, starting with its start token."""
+    start = decoder_start_token_id.view(-1, 1)
+    if decoder_start_token_id.ndim != 1:
+        start_device = self.device if device is None else device
+        start = start * torch.ones((batch_size, 1), dtype=torch.long, device=start_device)
+    elif len(start) != batch_size:
+        raise ValueError(
+            f"`decoder_start_token_id` has to be one id or {batch_size}, one per row, but has "
+            f"{len(start)}."
+        )
+    is_named = "decoder_input_ids" in model_kwargs or model_input_name == "input_ids"
+    name = "decoder_input_ids" if is_named else "input_ids"
+    if (ids := model_kwargs.pop(name, None)) is None:
+        return start, model_kwargs
+    if not families.keeps_decoder_prompt(self) and (ids[:, 0] != start[:, 0]).all():
+        ids = torch.cat([start, ids], dim=-1)
+        if (mask := model_kwargs.get("decoder_attention_mask")) is not None:
+            mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=-1)
+            model_kwargs["decoder_attention_mask"] = mask
+    return ids, model_kwargs
 
 
 def expand_inputs_for_generation(
@@ -221,47 +296,31 @@ def expand_inputs_for_generation(
     """Repeat each row: ``(batch, …)`` to ``(batch * expand_size, …)``; encoder outputs are a copy."""
     if expand_size == 1:
         return input_ids, model_kwargs
-    if (outputs := model_kwargs.get("encoder_outputs")) is not None:
-        model_kwargs["encoder_outputs"] = copy.copy(outputs)
-    if (encoded := model_kwargs.get("mm_encoder_outputs")) is not None:
-        copies = {modality: copy.copy(outputs) for modality, outputs in encoded.items()}
-        model_kwargs["mm_encoder_outputs"] = copies
-    return UPSTREAMS_EXPANSION(self, expand_size, is_encoder_decoder, input_ids, **model_kwargs)
+    if (multimodal := model_kwargs.get("mm_encoder_outputs")) is not None:
+        # Before the ids: their placeholders say which outputs belong to which row.
+        model_kwargs["mm_encoder_outputs"] = self._expand_multimodal_outputs(
+            input_ids,
+            {modality: copy.copy(outputs) for modality, outputs in multimodal.items()},
+            expand_size=expand_size,
+            inputs_embeds=model_kwargs.get("inputs_embeds"),
+        )
+    if input_ids is not None:
+        input_ids = input_ids.repeat_interleave(expand_size, dim=0)
+    model_kwargs = _expand_tensors(model_kwargs, expand_size)
+    if is_encoder_decoder:
+        if model_kwargs.get("encoder_outputs") is None:
+            raise ValueError(
+                "`encoder_outputs` is missing: an encoder-decoder model's inputs can be expanded "
+                "only after its encoder has run."
+            )
+        model_kwargs["encoder_outputs"] = _expand_tensors(
+            copy.copy(model_kwargs["encoder_outputs"]), expand_size
+        )
+    return input_ids, model_kwargs
 
 
-def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
-    """Replace the last token of each prompt by the likeliest token that starts with its text.
-
-    Returns ids ``(rows, length)`` of the stripped and retokenised prompts, whose length may differ.
-    """
-    require_tokenizer(tokenizer, "token_healing", True)
-    bos_id, pad_id = tokenizer.bos_token_id, tokenizer.pad_token_id
-    prompts = [text.strip() for text in tokenizer.decode(input_ids, skip_special_tokens=True)]
-    ids = tokenizer(prompts, return_tensors="pt", padding=True).input_ids.to(input_ids.device)
-    ids = torch.where(ids == bos_id, pad_id, ids)  # healing is not to be conditioned on BOS
-    if ids.numel() == 0:
-        return ids
-
-    vocabulary = tokenizer.get_vocab()
-    trie = ExtensionsTrie(vocabulary)
-    space_id = tokenizer.convert_tokens_to_ids(" ")
-    space = None if space_id is None else tokenizer.convert_ids_to_tokens(space_id)[0]
-    one_token = GenerationConfig(max_new_tokens=1, pad_token_id=pad_id)
-    for row in ids:
-        if (row == pad_id).all():
-            continue
-        tail_id = row[-1].item()
-        tail = tokenizer.decode(tail_id)
-        tail = tail if space is None else tail.replace(" ", space)  # as the vocabulary spells it
-        # A part of a character has no spelling, and then nothing in the vocabulary extends it.
-        extensions = (token for token in trie.extensions(tail) if token in vocabulary)
-        bias = {(vocabulary[token],): 10.0 for token in extensions}
-        if not bias.keys() - {(tail_id,)} or len(row) == 1:
-            continue  # nothing to choose from, or nothing to choose by
-        bias[(tail_id,)] = 11.0  # a whole word is rather kept than extended
-        one_token.update(sequence_bias=bias)
-        context = row[:-1]
-        if (row != pad_id).sum() == 1:
-            context[-1] = bos_id
-        row[:] = self.generate(context.unsqueeze(0), generation_config=one_token)[0]
-    return ids
+def _expand_tensors(values: Any, expand_size: int) -> Any:
+    for name in values:
+        if isinstance(value := values[name], torch.Tensor):
+            values[name] = value.repeat_interleave(expand_size, dim=row_dim(name, value))
+    return values

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig
 
 from ...decoding import constraints
 from ...families import accepted_names
@@ -43,9 +43,6 @@ def _is_assistant(value: Any) -> bool:
     is_drafter = _has("draft", "observe")(value) or hasattr(value, "get_candidates")
     return isinstance(value, nn.Module) or hasattr(value, "generate") or is_drafter
 
-
-#: transformers' function, which ``validate_generated_length`` extends.
-UPSTREAMS_LENGTH_CHECK: Any = GenerationMixin._validate_generated_length
 
 #: Arguments that are no tensors: the test of each, and what it has to do.
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -281,11 +278,26 @@ def validate_generated_length(
         return
     if config.constraints is not None or config.force_words_ids is not None:
         constraints.check_room(config, longest - input_ids_length)
-    UPSTREAMS_LENGTH_CHECK(self, config, input_ids_length, has_default_max_length)
-    min_tokens = getattr(config, "min_tokens", None)
-    if min_tokens is not None and min_tokens + input_ids_length > longest:
+    if has_default_max_length and config.max_new_tokens is None:
         warnings.warn(
-            f"`min_tokens`={min_tokens} asks for {min_tokens + input_ids_length} tokens in all, more than "
-            f"`max_length`={longest}: generation stops at `max_length`.",
+            f"No length was asked for, so up to {longest} tokens are generated, the default "
+            "`max_length`. Set `max_new_tokens`.",
             stacklevel=2,
         )
+    if input_ids_length >= longest:
+        name = "decoder_input_ids" if self.config.is_encoder_decoder else "input_ids"
+        raise ValueError(
+            f"`{name}` has {input_ids_length} tokens and `max_length` is {longest}, so there is no "
+            "room to generate. Raise `max_length`, or better, set `max_new_tokens`."
+        )
+    for field in ("min_length", "min_new_tokens", "min_tokens"):
+        if (value := getattr(config, field, None)) is None:
+            continue
+        length = value if field == "min_length" else value + input_ids_length
+        if length > longest:
+            default = " (its default)" if has_default_max_length else ""
+            warnings.warn(
+                f"`{field}`={value} asks for {length} tokens in all, more than `max_length`={longest}{default}: "
+                "generation stops at `max_length`.",
+                stacklevel=2,
+            )
