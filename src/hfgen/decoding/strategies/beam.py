@@ -40,8 +40,8 @@ class Beam(NextToken):
         try:
             float(max(length, 1)) ** float(config.length_penalty)
         except OverflowError:
-            power = f"{length} to the power of {config.length_penalty}"
-            yield f"`length_penalty` sets what scores are divided by: {power} is too large for a float."
+            power = f"{length!s:.40} to the power of {config.length_penalty}"
+            yield f"Scores are divided by `max_new_tokens` to the power of `length_penalty`: {power} is too large."
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
