@@ -41,7 +41,10 @@ class Beam(NextToken):
             float(max(length, 1)) ** float(config.length_penalty)
         except OverflowError:
             power = f"{length!s:.40} to the power of {config.length_penalty}"
-            yield f"Scores are divided by `max_new_tokens` to the power of `length_penalty`: {power} is too large."
+            yield (
+                "`length_penalty` is the power of the length (`max_new_tokens`) that scores are divided by: "
+                f"{power} is too large for a float."
+            )
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
