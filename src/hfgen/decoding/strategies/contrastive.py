@@ -159,7 +159,7 @@ class Contrastive(Sample):
         cache = run.model_kwargs[self.cache_name]
         before = layers.n_keys(cache)
         outputs = self.executor.forward(run, ids)
-        layers.check_growth(cache, before, 1, families.layers_of_images(run.model))
+        layers.check_growth(cache, before, 1, run.model)
         return outputs
 
     def best(self, probabilities: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

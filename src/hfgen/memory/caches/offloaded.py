@@ -75,19 +75,19 @@ class Folder:
         with tempfile.TemporaryFile(dir=self.path) as file:
             file.write(values.detach().view(torch.uint8).numpy().data)
             file.flush()
-            if hasattr(os, "posix_fadvise"):
-                # Else pages of the system's cache come with each that is read, as many as it has there.
+            memory = mmap.mmap(file.fileno(), values.nbytes)
+            if sys.platform == "linux":
+                # Pages in the system's cache would come back with each that is read, as would those behind it.
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            memory = mmap.mmap(file.fileno(), values.nbytes)
-            memory.madvise(mmap.MADV_RANDOM)  # nor those behind it
-            _page_out(values)
+                memory.madvise(mmap.MADV_RANDOM)
+                _page_out(values)
             return _tensor(memory, tuple(values.shape), values.dtype)
 
 
 def _page_out(values: Tensor) -> None:
-    """Take a mapped checkpoint's ``values`` out of memory, on Linux; other memory is freed with them."""
-    if values.untyped_storage().resizable() or sys.platform != "linux":
+    """Take a mapped checkpoint's ``values`` out of memory; other memory is freed with its tensor."""
+    if values.untyped_storage().resizable():
         return
     start = -(-values.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     n_bytes = max(values.data_ptr() + values.nbytes - start, 0)
