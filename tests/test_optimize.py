@@ -405,7 +405,8 @@ print(process.memory_info().rss - before)
 def test_weights_in_files_take_no_memory(tmp_path, checkpoint):
     arguments = [str(tmp_path), checkpoint and str(tmp_path / checkpoint)]
     held = int(subprocess.check_output([sys.executable, "-c", RESIDENT, *arguments]))
-    assert held < 2**24 + 2**24, held / 2**20  # the packed weight, and a quarter of the weight
+    # The packed weight has 2**24 bytes, and the weight 2**26; a mapped file leaves more behind.
+    assert held < (2**25 if checkpoint else 2**24 + 2**22), held / 2**20
 
 
 def test_tied_weights_lie_in_one_file(tmp_path):

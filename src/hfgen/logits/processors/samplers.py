@@ -121,7 +121,7 @@ class ExcludeTopChoices(LogitsProcessor):
         if self.keys is None:
             chance = torch.rand(len(scores), device=scores.device)
         else:
-            salt = torch.tensor(self.SALT, device=self.keys.device)
+            salt = self.keys.new_full((), self.SALT)  # made on the device: nothing waits
             chance = seeds.uniform(self.keys, input_ids.shape[1] - self.prompt_length, salt)
         p = scores.softmax(dim=-1)
         is_top = (p >= self.threshold) & (scores > -math.inf)
