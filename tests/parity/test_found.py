@@ -142,6 +142,20 @@ SPECULATED = {
     "a generate of its own that samples at a temperature": Speculated(
         Case("whisper", GREEDY, 2, True, 594, {"temperature": 0.6}), "oracle"
     ),
+    "scores of tokens that a row knew when all rows had ended": Speculated(
+        Case(
+            "got_ocr2",
+            GREEDY,
+            3,
+            seed=678,
+            options={
+                "eos_token_id": list(range(8, 57, 4)),
+                "prefill_chunk_size": 3,
+                "outputs": ["scores"],
+            },
+        ),
+        "memory",
+    ),
     "a prompt's token that is the pad token": Speculated(
         Case(
             "qwen2_audio", GREEDY, 4, seed=423, options={"pad_token_id": 7, "outputs": ["scores"]}
@@ -201,6 +215,20 @@ GREEDY_BESIDE_UPSTREAM = {
         },
     ),
 }
+
+
+def test_rows_that_have_ended_beside_rows_whose_scores_are_infinite() -> None:
+    options = {
+        "eos_token_id": MANY_EOS,
+        "exponential_decay_length_penalty": [2, 1.5],
+        "remove_invalid_values": True,
+        "outputs": ["scores"],
+    }
+    report = check(Case("pegasus_x", SAMPLE, 4, seed=425, options=options))
+    reason = "upstream raises for all rows where some have NaN scores"
+    assert (report.differences, report.excused) == ([], reason)
+    assert report.theirs.error == "RuntimeError"
+    assert len(sequences(report.mine)) == 4
 
 
 @pytest.mark.parametrize(("reason", "case"), GREEDY_BESIDE_UPSTREAM.items())

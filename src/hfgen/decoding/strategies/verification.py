@@ -213,6 +213,9 @@ class PlainMatch:
             choices, guesses = self._read([*choices], rows.guesses)
         rows.drafted = [sum(guess >= 0 for guess in row) for row in guesses]
         known, ended = [*rows.known], [*rows.has_ended]
+        has_open_rows = not all(
+            ended
+        )  # else the round forwards known tokens, and all their scores are returned
         goes_on, invalid_at = [not has_ended for has_ended in ended], [-1] * len(known)
         gained: list[list[int]] = [[] for _ in known]
         all_scores: list[Tensor] = []
@@ -229,7 +232,7 @@ class PlainMatch:
                 goes_on[row] = is_right and not ended[row]
                 if is_invalid[row] and invalid_at[row] < 0:
                     invalid_at[row] = length
-            if not any(goes_on):
+            if has_open_rows and not any(goes_on):
                 break
         for row, new in enumerate(gained):
             if new:
