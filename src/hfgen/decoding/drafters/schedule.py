@@ -140,6 +140,8 @@ class Adaptive(Schedule):
         self.max_tokens, self.costs = min(n_tokens, self.LONGEST), costs or Costs()
         self.filled, self.accepted = Depths(), Depths()
         self.n_drafted = 0  # columns that the longest draft of the round fills
+        n_trial = range(min(self.TRIAL, self.max_tokens) + 1)
+        self.trial_costs = [self.costs.forward(n) - 1 for n in n_trial]  # by tokens
         self.account = self.START
         self.ahead = self._ahead()
         super().__init__(self._length())
@@ -179,7 +181,7 @@ class Adaptive(Schedule):
     def _trial(self, limit: int, drafter: float = 0.0) -> int:
         """The length of a trial: as far as the account can pay for it."""
         n = min(self.TRIAL, limit)
-        while n and self.costs.forward(n) - 1 + drafter * n > self.account:
+        while n and self.trial_costs[n] + drafter * n > self.account:
             n -= 1
         return n
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from ... import families
-from .dynamic import KINDS, GrowingLayer, upstream_kind
+from .dynamic import KINDS, UPSTREAM_KINDS, GrowingLayer, upstream_kind
 from .static_layers import SlicedStaticLayer
 
 #: The base classes of layers whose operations are known.
@@ -178,8 +178,8 @@ def recording(cache: Any) -> Iterator[None]:
 def n_keys(cache: Any) -> list[int]:
     """How many tokens each layer holds keys of; 0 if it is empty, or drops or rewrites keys by itself."""
     return [
-        int(layer.keys.shape[-2])
-        if upstream_kind(layer) in KINDS
+        layer.keys.shape[-2]
+        if UPSTREAM_KINDS.get(kind := type(layer), kind) in KINDS
         and layer.is_initialized
         and (not layer.is_sliding or layer.record_past)
         else 0
@@ -187,11 +187,14 @@ def n_keys(cache: Any) -> list[int]:
     ]
 
 
-def check_growth(cache: Any, before: Sequence[int], n_tokens: int, model: Any) -> None:
-    """Raise ``ValueError`` if a layer of the ``model`` lacks keys of ``n_tokens`` new ones; those of images do not grow."""
+def check_growth(cache: Any, before: Sequence[int], n_tokens: int, model: Any) -> list[int] | None:
+    """Return ``n_keys`` after a forward of ``n_tokens``, if all layers have as many; ``before``: those before it.
+
+    Raises ``ValueError`` if a layer of the ``model`` lacks keys of the new tokens; those of images do not grow.
+    """
     after = n_keys(cache)
     if len(set(after)) == 1 and after == [old + n_tokens for old in before]:  # most steps
-        return
+        return after
     layers, of_images = layers_of(cache), families.layers_of_images(model)
     first: Any = next((layer for layer in layers if isinstance(layer, DynamicLayer)), None)
     for index, (old, new) in enumerate(zip(before, after, strict=False)):
@@ -204,6 +207,7 @@ def check_growth(cache: Any, before: Sequence[int], n_tokens: int, model: Any) -
                 + ": code outside of hfgen, such as a forward hook, drops keys. Drafts and candidates cannot "
                 "be taken back out of such a cache: decode without them."
             )
+    return None
 
 
 def roll_back(cache: Any, n_tokens: int, of_images: Sequence[int] = ()) -> None:
