@@ -11,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.tools.cli import app, bench, loading, measure
+from hfgen.tools.cli import app, loading, measure
+from hfgen.tools.cli import compare as bench
 from hfgen.tools.evaluate.live_bytes import LiveBytes
 from tests.tiny import byte_tokenizer, llama
 

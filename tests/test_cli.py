@@ -38,7 +38,6 @@ from hfgen.running import compiled_layers
 from hfgen.settings.fields import FIELDS
 from hfgen.tools.cli import (
     app,
-    chat,
     compare,
     demo,
     field_options,
@@ -46,6 +45,7 @@ from hfgen.tools.cli import (
     loading,
     main,
     measure,
+    options,
     report,
     topics,
 )
@@ -215,7 +215,7 @@ def test_several_answers_are_sampled_or_those_of_beams(
     seen = []
     made = field_options.generation_config
     monkeypatch.setattr(
-        generate, "generation_config", lambda *given: seen.append(made(*given)) or seen[0]
+        options, "generation_config", lambda *given: seen.append(made(*given)) or seen[0]
     )
     result = run("generate", "x", "--model", folder, "--max-new-tokens", "3", *arguments)
     assert result.code == 0, result.err
@@ -841,11 +841,11 @@ def test_ctrl_c_within_a_forward(chat_folder: str, capsys: pytest.CaptureFixture
             raise KeyboardInterrupt
 
     loaded.model.register_forward_pre_hook(interrupt)
-    spoken = chat.Conversation(loaded)
-    chat.turn(spoken, "hi", hfgen.GenerationConfig(max_new_tokens=9, eos_token_id=None))
+    spoken = generate.Conversation(loaded)
+    generate.turn(spoken, "hi", hfgen.GenerationConfig(max_new_tokens=9, eos_token_id=None))
     assert len(forwards) == 3
     assert capsys.readouterr().out.endswith("\n")
-    chat.turn(spoken, "hi", hfgen.GenerationConfig(max_new_tokens=9, eos_token_id=None))
+    generate.turn(spoken, "hi", hfgen.GenerationConfig(max_new_tokens=9, eos_token_id=None))
     assert [message["role"] for message in spoken.messages] == ["user", "assistant"] * 2
 
 
@@ -854,20 +854,20 @@ def test_an_error_undoes_the_turn(chat_folder: str, monkeypatch: pytest.MonkeyPa
         raise CliError("too long")
 
     monkeypatch.setattr(measure, "stream", fail)
-    spoken = chat.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
-    chat.turn(spoken, "hi", None)
+    spoken = generate.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
+    generate.turn(spoken, "hi", None)
     assert spoken.messages == []
 
 
 def test_a_template_that_refuses_undoes_the_turn(
     chat_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoken = chat.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
+    spoken = generate.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
     template = "{{ raise_exception('no such role') }}"
     monkeypatch.setattr(spoken.loaded.tokenizer, "chat_template", template)
     lines: list[str] = []
-    monkeypatch.setattr(chat, "say", lines.append)
-    chat.turn(spoken, "hi", None)
+    monkeypatch.setattr(generate, "say", lines.append)
+    generate.turn(spoken, "hi", None)
     assert spoken.messages == []
     assert "the chat template fails: no such role" in lines[0]
 

@@ -20,7 +20,7 @@ import hfgen
 from hfgen import grammar
 from hfgen.tools.cli import app, loading
 from hfgen.tools.inspect import Trace
-from hfgen.tools.inspect.stages import spelled
+from hfgen.tools.inspect.tracer import spelled
 from tests import tiny
 from tests.simulated_accelerator import Accelerator, on_device, to_device
 from tests.test_architecture import TREES, imported

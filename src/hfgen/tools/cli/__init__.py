@@ -1,4 +1,4 @@
-"""The command line: each command has a file of its name.
+"""The command line: files of commands; ``generate.py`` and ``compare.py`` have several.
 
 Commands import torch and transformers when they run, so that ``--help`` does not wait. Read
 ``field_options.py`` for the options of generation, ``options.py`` for those that commands share.
@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from . import batch, bench, chat, compare, demo, doctor, evaluate, generate, inspect, replay, serve
+from . import batch, compare, demo, doctor, evaluate, generate, serve
 from .options import Command, FlagsWithoutType, with_groups
 from .report import CliError, one_line, say
 
@@ -86,8 +86,8 @@ def hfgen(
 
 
 for _command in (
-    *(generate.generate, chat.chat, inspect.inspect, compare.compare, batch.batch),
-    *(demo.demo, bench.bench, serve.serve, doctor.doctor, replay.replay),
+    *(generate.generate, generate.chat, generate.inspect, compare.compare, batch.batch),
+    *(demo.demo, compare.bench, serve.serve, doctor.doctor, compare.replay),
 ):
     app.command(cls=Command)(with_groups(_command))
 _help = "Measure a model: perplexity of texts, metrics of completions."

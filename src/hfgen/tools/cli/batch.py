@@ -15,9 +15,8 @@ from typer import Option
 
 from . import options
 from .field_options import FieldsWithoutAssistant, generation_config
-from .files import check_output
 from .job_files import Line, Output, Requests
-from .loading import Loaded
+from .loading import Loaded, check_output
 from .report import duration, err, note, say
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any
 import typer
 from typer import Option
 
-from . import files as paths
 from . import options
-from .field_options import FieldsWithoutAssistant, generation_config, note_idle
+from .field_options import FieldsWithoutAssistant
+from .loading import check_output, read_text
 from .report import CliError, err, interval_text, note, one_line, out, print_json, refused, table
 
 UNITS = ("windows", "documents")
@@ -53,7 +53,7 @@ def perplexity(
         with progress if err.is_terminal else nullcontext():
             for file in files:
                 try:
-                    texts = loaded.model, loaded.tokenizer, str(file), paths.read_text(file)
+                    texts = loaded.model, loaded.tokenizer, str(file), read_text(file)
                     scores.append(score(*texts, **settings, on_tokens=progress.add_tokens))
                 except ValueError as error:  # the other files go on
                     failed.append({"file": str(file), "error": str(error)})
@@ -100,7 +100,7 @@ def generate(
     The exit code is 0 if all lines were scored, 1 if some could not be, 2 for wrong input.
     """
     if output is not None:
-        paths.check_output(output, file)
+        check_output(output, file)
     if (fields.get("num_return_sequences") or 1) > 1:
         raise CliError("one completion of each line is scored: leave --num-return-sequences out")
     from ..evaluate import metrics
@@ -118,11 +118,9 @@ def generate(
     if not usable:
         why = f": line {rows[0]['line']}: {rows[0]['error']}" if rows else ""
         raise CliError(f"{str(file)!r} has no line that can be used{why}")
-    with source.loaded() as loaded:
+    with source.configured(fields, NEW_TOKENS) as (loaded, config):
         from ...engine.many import generate_many
 
-        config = generation_config(fields, loaded.model, NEW_TOKENS)
-        note_idle(fields, config, loaded)
         settings: Any = {"max_rows": max_rows, "progress": err.is_terminal}
         prompts = [(row["prompt"], row["options"]) for row in usable]
         call = loaded.model, prompts, loaded.tokenizer

@@ -16,7 +16,6 @@ from typer import Option
 from ...settings import grammar
 from ...settings.fields import FIELDS, OWN_FIELDS, is_on
 from . import loading
-from .files import read_text
 from .report import KNOWN_FIELDS, CliError, note, option_name, refused
 from .topics import TOPICS
 
@@ -86,7 +85,7 @@ class ShortForm(NamedTuple):
 def read_schema(path: str) -> grammar.Grammar:
     """The grammar of the JSON schema in a file. Raises ``ValueError``."""
     try:
-        schema = json.loads(read_text(Path(path)))
+        schema = json.loads(loading.read_text(Path(path)))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path!r} is not JSON: {error}") from error
     return grammar.json(schema, whitespace=WHITESPACE)
@@ -103,7 +102,9 @@ SHORT_FORMS: dict[str, ShortForm] = {
     "--json-object": ShortForm("grammar", "", lambda _: JSON_OBJECT, bool),
     "--regex": ShortForm("grammar", "PATTERN", grammar.regex),
     "--choice": ShortForm("grammar", "TEXT", grammar.choice, list[str] | None),
-    "--lark": ShortForm("grammar", "FILE", lambda path: grammar.lark(read_text(Path(path)))),
+    "--lark": ShortForm(
+        "grammar", "FILE", lambda path: grammar.lark(loading.read_text(Path(path)))
+    ),
     "--assistant": ShortForm("--assistant", "ID_OR_PATH", loading.check_source),
 }
 

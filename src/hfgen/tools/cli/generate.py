@@ -1,23 +1,48 @@
-"""``hfgen generate``: complete one prompt."""
+"""Commands that complete prompts: ``hfgen generate``, ``hfgen inspect`` and ``hfgen chat``."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
 from rich.text import Text
 from typer import Argument, Option
 
-from . import files, measure, options
-from .field_options import Fields, generation_config, note_idle
-from .loading import Loaded
-from .report import Answers, CliError, duration, end_reason, err, note, out, print_json, say, table
+from . import measure, options
+from .field_options import Fields, FieldsWithoutResults
+from .loading import Loaded, check_output, read_prompt
+from .report import (
+    Answers,
+    CliError,
+    duration,
+    end_reason,
+    err,
+    note,
+    one_line,
+    out,
+    print_json,
+    refused,
+    say,
+    table,
+)
 from .topics import TOPICS
 
-NEW_TOKENS = 64
+#: New tokens, unless told otherwise: of a completion, on a page, of an answer in a chat.
+NEW_TOKENS, TRACED_TOKENS, ANSWER_TOKENS = 64, 48, 256
+
+PAGES = (".html", ".htm", ".json")
+NO_MODEL = (
+    "a chat needs a model that was trained for it: give --model, a folder or a hub id such as "
+    "HuggingFaceTB/SmolLM2-360M-Instruct, which is downloaded. The built-in model only completes Python: "
+    "hfgen generate 'def '"
+)
+HELP = "[dim]/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer[/]"
 
 SHOWN = 10  # alternatives that one line of the table of log-probabilities has room for
 
@@ -55,14 +80,11 @@ def generate(
         raise CliError(
             "--exact probes operations one by one, and --compile fuses them: leave one out"
         )
-    text = files.read_prompt(prompt)
-    with source.loaded(fields.assistant, optimize, compile) as loaded:
+    text = read_prompt(prompt)
+    with source.configured(fields, NEW_TOKENS, optimize, compile) as (loaded, config):
         from ...families import max_positions
 
-        model = loaded.model
-        config = generation_config(fields, model, NEW_TOKENS)
-        config.return_dict_in_generate = True
-        note_idle(fields, config, loaded)
+        model, config.return_dict_in_generate = loaded.model, True
         inputs = measure.encode(loaded, [text])
         limit = max_positions(model)
         n_tokens = inputs["input_ids"].shape[1] + (config.max_new_tokens or 0)
@@ -101,16 +123,10 @@ def generate(
 
 def as_object(loaded: Loaded, result: measure.Generated, texts: list[str]) -> dict[str, Any]:
     """What ``--json`` prints of the answers; times in seconds, memory in bytes."""
-    rows = zip(texts, result.rows, result.reasons, strict=True)
-    sequences: list[dict[str, Any]] = [
-        {
-            "text": text,
-            "tokens": row,
-            "finish_reason": why,
-            "stopped_by": getattr(why, "stop", None),
-        }
-        for text, row, why in rows
-    ]
+    names = ("text", "tokens", "finish_reason", "stopped_by")
+    stops = [getattr(reason, "stop", None) for reason in result.reasons]
+    columns = zip(texts, result.rows, result.reasons, stops, strict=True)
+    sequences: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in columns]
     if (logprobs := getattr(result.output, "logprobs", None)) is not None:
         for sequence, row in zip(sequences, logprobs.to_openai(loaded.tokenizer), strict=True):
             sequence["logprobs"] = row
@@ -146,8 +162,8 @@ def print_logprobs(loaded: Loaded, result: measure.Generated) -> None:
     from ...state.text import Pieces
 
     pieces = Pieces(loaded.tokenizer)
-    for field, kind in ("prompt_logprobs", "prompt"), ("logprobs", "answer"):
-        logprobs: Any = getattr(result.output, field, None) or []
+    for name, kind in ("prompt_logprobs", "prompt"), ("logprobs", "answer"):
+        logprobs: Any = getattr(result.output, name, None) or []
         n = min(len(logprobs), 1 if kind == "prompt" else len(logprobs))
         for row in range(n):
             out.print(f"\n[bold]{kind} {row + 1} of {n}[/]" if n > 1 else f"\n[bold]{kind}[/]")
@@ -183,3 +199,135 @@ def logprobs_table(tokens: Sequence[Any], pieces: Any, is_logit: bool) -> Table:
         row = [str(place), *cells, *(["  ".join(likely)] if has_others else [])]
         rows.add_row(*(Text(cell) for cell in row))
     return rows
+
+
+def inspect(
+    source: options.ModelOptions,
+    fields: FieldsWithoutResults,
+    output: Path = Option(..., "--output", "-o", metavar="PAGE.html", help="Page, or .json: data."),
+    prompts: list[str] | None = Argument(
+        None,
+        metavar="PROMPT",
+        help="Texts to complete, one tab each; - or a pipe reads standard input.",
+    ),
+    top: int = Option(10, min=1, help="Number of likely tokens to keep at each position."),
+) -> None:
+    """Complete prompts, and write a page that shows what happened at each token.
+
+    It shows probabilities, alternatives with their scores after each processor, entropy, beams, drafts and times,
+    and is one file that needs no network. Every field of GenerationConfig is an option, as in
+    --temperature 0.8 --top-p 0.9 --num-beams 4.
+    """
+    check_output(output, suffixes=PAGES)
+    texts = [read_prompt(prompt) for prompt in prompts or (None,)]
+    with source.configured(fields, TRACED_TOKENS) as (loaded, config):
+        import hfgen
+
+        kwargs = {**loaded.mode_kwargs(), "generation_config": config}
+        with measure.named_errors():
+            trace = hfgen.trace(loaded.model, texts, top=top, **kwargs)
+    with refused(OSError, before=f"-o: cannot write {str(output)!r}: "):
+        trace.save(output)
+    n_tokens = sum(len(sequence.tokens) for sequence in trace.sequences)
+    answers = "1 answer" if len(trace.sequences) == 1 else f"{len(trace.sequences)} answers"
+    say(
+        f"{n_tokens} tokens of {answers} · {output.stat().st_size / 1000:,.0f} kB in {one_line(str(output))}"
+    )
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far, as the model gets them."""
+
+    loaded: Loaded
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def inputs(self) -> dict[str, Any]:
+        """Model inputs ``(1, length)`` for the next answer; plain lines without a chat template."""
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        messages, tokenizer = opening + self.messages, self.loaded.tokenizer
+        if not tokenizer.chat_template:
+            text = "".join(message["content"] + "\n" for message in messages)
+            return measure.encode(self.loaded, [text])
+        settings = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        # A template raises errors of its own: no system message, roles out of turn.
+        with refused(Exception, before="the chat template fails: "):
+            encoded = tokenizer.apply_chat_template(messages, **settings)
+        device = self.loaded.model.device
+        return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def chat(
+    source: options.ChatModelOptions,
+    fields: FieldsWithoutResults,
+    system: str | None = Option(None, help="The system message."),
+) -> None:
+    """Talk with a model, turn by turn, in its chat template where its tokenizer has one.
+
+    It needs --model: the built-in model completes Python code, and cannot talk.
+
+    Ctrl-C stops the answer and not the program; Ctrl-D or /exit leaves; /reset forgets; /help.
+    An answer has at most 256 new tokens unless told otherwise.
+    """
+    if (fields.get("num_return_sequences") or 1) > 1:
+        raise CliError("a chat goes on from one answer: leave --num-return-sequences out")
+    if not source.model:
+        raise CliError(NO_MODEL)
+    with source.configured(fields, ANSWER_TOKENS) as (loaded, config):
+        import hfgen
+
+        loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it
+        conversation = Conversation(loaded, system)
+        if sys.stdin.isatty():
+            say(HELP)
+        if not loaded.tokenizer.chat_template:
+            reason = "this tokenizer has no chat template"
+            note(f"{reason}, so the model continues the conversation as plain text")
+        while (line := read_line()) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                conversation.messages.clear()
+                say("[dim]forgotten[/]")
+            elif line == "/help":
+                say(HELP)
+            elif line.startswith("/"):
+                say(f"no command {one_line(line.split()[0])}; {HELP}")
+            elif line:
+                turn(conversation, line, config)
+
+
+def read_line() -> str | None:
+    """The next line of the user without spaces around it; None at the end of the input."""
+    if not sys.stdin.isatty():
+        return next((line.strip() for line in sys.stdin), None)
+    with suppress(ImportError):
+        import readline  # noqa: F401  line editing and history for input()
+    while True:
+        try:
+            return input("> ").strip()
+        except EOFError:
+            return print()
+        except KeyboardInterrupt:
+            print()
+            say(HELP)
+
+
+def turn(conversation: Conversation, line: str, config: Any) -> None:
+    """Stream the answer to ``line``; Ctrl-C keeps what was said so far, an error undoes the turn."""
+    conversation.messages.append({"role": "user", "content": line})
+    answers = Answers()
+    try:
+        result = measure.stream(conversation.loaded, conversation.inputs(), config, show=answers)
+        if err.is_terminal:
+            speed = f"{result.n_tokens} tokens · {result.per_second:,.0f} tokens/s"
+            say(f"[dim]{speed} · {end_reason(result.reasons[0])}[/]")
+    except KeyboardInterrupt:
+        answers.end()
+        say("[dim]stopped[/]")
+    except CliError as error:
+        conversation.messages.pop()
+        say(f"[red]hfgen:[/] {one_line(str(error))} (/reset starts again)")
+        return
+    conversation.messages.append({"role": "assistant", "content": answers.texts[0]})

@@ -17,8 +17,7 @@ from typer import Argument, Option
 from typer.core import TyperCommand
 
 from . import loading
-from .field_options import LEGEND, joined_flags
-from .files import read_template
+from .field_options import LEGEND, Fields, generation_config, joined_flags, note_idle
 from .report import CliError, out, refused
 from .topics import TOPICS
 
@@ -89,6 +88,16 @@ class ModelOptions:
             loaded = loading.load(self.model, assistant, *settings)
             yield loading.change(loaded, optimize, self.exact, compile)
 
+    @contextmanager
+    def configured(
+        self, fields: Fields, new_tokens: int, optimize: bool = False, compile: bool = False
+    ) -> Iterator[tuple[loading.Loaded, Any]]:
+        """``loaded``, and the config of ``fields``, of which those are noted that do nothing."""
+        with self.loaded(fields.assistant, optimize, compile) as loaded:
+            config = generation_config(fields, loaded.model, new_tokens)
+            note_idle(fields, config, loaded)
+            yield loaded, config
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChatModelOptions(ModelOptions):
@@ -113,7 +122,7 @@ class EngineOptions:
         None,
         metavar="FILE",
         help="A file to use instead of the model's template.",
-        callback=read_template,  # the field has the text
+        callback=loading.read_template,  # the field has the text
     )
 
     def engine(self, model: Any, tokenizer: Any, **settings: Any) -> Any:

@@ -29,8 +29,7 @@ from ...state.run import Run
 from ...state.text import Pieces, decode
 from ..prompts import encode
 from .records import Prompt, Sequence, Trace
-from .stages import Watched
-from .tracer import Tracer
+from .tracer import Tracer, Watched
 
 #: What strategies have to be, or to be derived from; and those of them that do otherwise.
 SHOWN = (Sample, Search, Assisted)

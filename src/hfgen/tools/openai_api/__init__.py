@@ -4,8 +4,7 @@ Bodies are those of ``/v1/chat/completions`` and ``/v1/completions`` (platform.o
 with the further fields of vLLM's server and hfgen's own. Everything here is plain dicts.
 """
 
-from .prompts import prompts_of
-from .requests import generate_kwargs, in_words_of
+from .requests import generate_kwargs, in_words_of, prompts_of
 from .responses import chat_response, completion_response, error_body, finish_reason, usage
 
 __all__ = ["chat_response", "completion_response", "error_body", "finish_reason"]

@@ -22,14 +22,18 @@ from ...logits.grammar.llguidance import library_of
 from ...settings.grammar import Grammar
 from ...settings.logs import logger
 from ...state.text import Pieces
-from ..openai_api.prompts import check_messages, prompts_of
-from ..openai_api.requests import default_length, generate_kwargs, in_words_of
+from ..openai_api.requests import (
+    check_messages,
+    default_length,
+    generate_kwargs,
+    in_words_of,
+    prompts_of,
+)
 from ..openai_api.responses import chat_response, completion_response, echoed, head
 from .answers import ChatChoices, Message, TextChoices, check_open, chunks
-from .chats import has_media, inputs_of
+from .chats import USUAL, Tools, has_media, inputs_of, reader_of
 from .limits import Limits
 from .steering import steers_of
-from .tools import USUAL, Tools, reader_of
 
 # Fields of a generation config that the model decides; below, those of a body that limit its answer.
 OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cache")

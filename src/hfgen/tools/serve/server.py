@@ -18,8 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ...engine.engine import Engine
 from ...engine.errors import EngineError
 from ...engine.serving import Service
-from .app import Metrics, application
-from .guard import Guard
+from .app import Guard, Metrics, application
 from .handlers import Served
 from .limits import Limits
 
