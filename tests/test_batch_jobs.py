@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import hfgen
 from hfgen.tools.cli import app, loading
-from hfgen.tools.cli.job_files import PREFIX, Line, Output, Requests
+from hfgen.tools.cli.batch import PREFIX, Line, Output, Requests
 from hfgen.tools.cli.report import CliError
 from tests.test_openai_api import TEMPLATE
 from tests.tiny import byte_tokenizer, llama

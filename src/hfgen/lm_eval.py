@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
@@ -80,9 +81,15 @@ class HfgenLM(HFLM):
         """What lm_eval writes into the config of its results; ``card`` is ``hfgen.card`` of the model."""
         return super().get_model_info() | {"card": environment.of(self.mixed, self.tokenizer)}
 
-    def _autocast(self) -> Any:
+    @contextmanager
+    def _running(self, n_requests: int, disable_tqdm: bool) -> Iterator[tqdm]:
+        """The mixed precision of the model, and a progress bar."""
         dtype = self.mixed_precision_dtype
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        with (
+            torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None),
+            tqdm(total=n_requests, disable=disable_tqdm or self.rank != 0) as bar,
+        ):
+            yield bar
 
     # ------------------------------------------------------------ likelihoods
 
@@ -102,10 +109,7 @@ class HfgenLM(HFLM):
         likelihoods: dict[int, tuple[float, bool]] = {}
         size = None if self.batch_size == "auto" else int(self.batch_size)
         scorer = Likelihoods(self.mixed, self.max_length, size, self.softmax_dtype)
-        with (
-            self._autocast(),
-            tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0) as bar,
-        ):
+        with self._running(len(requests), disable_tqdm) as bar:
             for answers in scorer.of([pair for _, *pair in requests]):
                 for number, answer in answers.items():
                     likelihoods[number] = answer
@@ -131,10 +135,7 @@ class HfgenLM(HFLM):
                 yield self._request(context, kwargs, stops[-1])
 
         texts: list[str] = []
-        with (
-            self._autocast(),
-            tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0) as bar,
-        ):
+        with self._running(len(requests), disable_tqdm) as bar:
             alike = begin_alike([request.args[0] for request in requests])
             outputs = generate_many(
                 self.mixed,

@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from trl.data_utils import is_conversational
 from trl.models.utils import unwrap_model_for_generation
 
@@ -19,6 +18,7 @@ from ..engine import Engine
 from ..engine.request import EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
 from ..mixin import mixed_view
 from ..running import ranks
+from ..tools.prompts import padded
 from .scoring import prepare_exact, transformers_model
 
 #: Options of ``generate`` that the trainer sets from its ``GRPOConfig``, where its loss reads some of them, too.
@@ -185,12 +185,9 @@ def in_a_batch(
 ) -> list[RequestOutput]:
     """An output for each prompt by one call of ``generate``; ``n_samples`` prompts after another are equal."""
     rows = [torch.tensor(ids) for ids in prompt_ids[::n_samples]]
-    masks = [torch.ones_like(row) for row in rows]
-    pad = arguments.get("pad_token_id") or 0
     view = mixed_view(model)
     output = view.generate(
-        pad_sequence(rows, True, pad, padding_side="left").to(view.device),
-        attention_mask=pad_sequence(masks, True, padding_side="left").to(view.device),
+        **padded(rows, view, arguments.get("pad_token_id") or 0),
         tokenizer=tokenizer,
         num_return_sequences=n_samples,
         seed=seeds[: len(rows)],

@@ -1,30 +1,28 @@
-"""``hfgen batch``: decodes a file in OpenAI's batch format with one engine."""
+"""``hfgen batch``: answers a file in OpenAI's batch format with one engine; a job that was killed goes on."""
 
 from __future__ import annotations
 
-import uuid
+import hashlib
+import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer import Option
 
+import hfgen
+
 from . import options
 from .field_options import FieldsWithoutAssistant, generation_config
-from .job_files import Line, Output, Requests
-from .loading import Loaded, check_output
-from .report import duration, err, note, say
+from .loading import check_output
+from .report import CliError, err, note, refused, say
 
-if TYPE_CHECKING:
-    from ...engine import Engine, RequestOutput
-    from ...engine.many import JobProgress
-
-#: URL → whether it asks for a chat; else it asks for a completion.
-URLS = {"/v1/chat/completions": True, "/v1/completions": False}
+PREFIX = b'{"id": "batch_req_'  # what each line of an output begins with
 
 
 def batch(
@@ -59,15 +57,13 @@ def batch(
             say(f"all {n_lines} requests were done before, {file.n_failed} of them with an error")
             raise typer.Exit(1 if file.n_failed else 0)
         with source.loaded() as loaded:
-            from ...engine.many import JobProgress
+            from .job import Job, JobProgress
 
             if engine.chat_template is not None:
                 loaded.tokenizer.chat_template = engine.chat_template
             generation_config(fields, loaded.model, 1)  # checks the fields
             if card is not None:
-                from ...decoding.card import card as card_of
-
-                text = str(card_of(loaded.model, loaded.tokenizer))
+                text = str(hfgen.card(loaded.model, loaded.tokenizer))
                 card.write_text(text + "\n", encoding="utf-8")
             running = engine.engine(loaded.model, loaded.tokenizer, policy=policy)
             progress = JobProgress(n_open)
@@ -82,121 +78,162 @@ def batch(
         raise typer.Exit(1 if file.n_failed else 0)
 
 
-@dataclass(slots=True)
-class Job:
-    """Feeds the lines that are not done to an engine, and writes what becomes of them."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the requests: its number from 1, and its request, or what is wrong with it."""
 
-    loaded: Loaded
-    lines: Requests
-    output: Output
-    fields: dict[str, Any]  # of the command line
-    progress: JobProgress
-    n_answered: int = 0
-    n_failed: int = 0
-    #: Number of a prompt → its line, the outputs of the line's prompts (None: not ended), its place in them.
-    running: dict[int, tuple[Line, list[Any], int]] = field(default_factory=dict)
-
-    def run(self, engine: Engine) -> None:
-        """Answer all lines."""
-        from ...engine import many
-
-        on_events = self.progress.add_events
-        outputs = many.outputs(engine, self.prompts(), {}, in_order=False, on_events=on_events)
-        for number, output in outputs:
-            line, of_line, place = self.running.pop(number)
-            of_line[place] = output
-            if None not in of_line:
-                self.finish(line, of_line)
-
-    def prompts(self) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """The prompts of the lines that are not done, and their arguments; wrong lines are written."""
-        from ..openai_api.requests import default_length
-
-        numbers = count()
-        for line in self.lines:
-            if line.key in self.output.done:
-                continue
-            try:
-                prompts, kwargs = self.read(line)
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # a panic of Rust is no Exception; other lines go on
-                self.fail(line, error)
-                continue
-            outputs = [None] * len(prompts)
-            has_length = {"max_new_tokens", "max_length"} & (self.defaults | kwargs).keys()
-            for place, prompt in enumerate(prompts):
-                self.running[next(numbers)] = line, outputs, place
-                if not has_length:
-                    kwargs["max_new_tokens"] = default_length(self.loaded.model, len(prompt))
-                yield prompt, dict(kwargs)
+    number: int
+    digest: str  # of its content: an output with another digest is of another request
+    request: dict[str, Any]
+    custom_id: str | None = None
+    error: str | None = None
 
     @property
-    def defaults(self) -> dict[str, Any]:
-        """Fields of the command line, and of the model's own config."""
-        config = vars(self.loaded.model.generation_config)
-        return {name: value for name, value in config.items() if value is not None} | self.fields
+    def key(self) -> str | int:
+        """The key of its output: the ``custom_id``; without one, the number."""
+        return self.number if self.custom_id is None else self.custom_id
 
-    def read(self, line: Line) -> tuple[list[list[int]], dict[str, Any]]:
-        """The prompts of a line, and the arguments of ``generate``. Raises ``ValueError``."""
-        from ...settings.fields import FIELDS
-        from ..openai_api import generate_kwargs, prompts_of
+    @classmethod
+    def of(cls, number: int, content: bytes) -> Line:
+        """Read a line; one without a usable ``custom_id`` has an ``error``."""
+        digest, request, error = hashlib.sha256(content).hexdigest()[:16], None, None
+        try:
+            request = json.loads(content)
+        except RecursionError:
+            error = "is nested too deeply"
+        except ValueError as wrong:  # also what is not UTF-8
+            error = f"is not JSON: {wrong}"
+        if not isinstance(request, dict):
+            return cls(number, digest, {}, None, f"line {number} {error or 'is not a JSON object'}")
+        custom_id = request.get("custom_id")
+        if not isinstance(custom_id, str):
+            error = "has no `custom_id` that is text"
+        elif re.search("[\ud800-\udfff]", custom_id):
+            error = f"has a `custom_id` with a lone surrogate: {custom_id!a}"
+        if error is not None:
+            return cls(number, digest, request, None, f"line {number} {error}")
+        return cls(number, digest, request, custom_id)
 
-        body, url = line.request.get("body"), line.request.get("url")
-        if line.error is not None:
-            raise ValueError(line.error)
-        if not isinstance(body, dict):
-            raise ValueError(f"`body` has to be a JSON object, but is {body!r}.")
-        if line.request.get("method", "POST") != "POST":
-            raise ValueError(f"`method` has to be POST, but is {line.request['method']!r}.")
-        if body.get("stream"):
-            raise ValueError("`stream` has to be false: answers of a batch are written as a whole.")
-        if url not in URLS:
-            raise ValueError(f"`url` has to be one of {list(URLS)}, but is {url!r}.")
-        is_chat = URLS[url]
-        kwargs = self.fields | generate_kwargs(body, is_chat=is_chat, defaults=self.defaults)
-        if not kwargs["do_sample"]:
-            kwargs = {n: v for n, v in kwargs.items() if FIELDS[n].needs != "do_sample"}
-        return prompts_of(body, self.loaded.tokenizer, is_chat=is_chat), kwargs
 
-    def finish(self, line: Line, outputs: list[RequestOutput]) -> None:
-        """Write the response of a request, or the error of one of its prompts."""
-        from ..openai_api import chat_response, completion_response
+class Requests:
+    """The lines of a file that are those of one ``shard``: of ``"2/4"``, every 4th from the 2nd on.
 
-        if errors := [output.error for output in outputs if output.error is not None]:
-            return self.fail(line, errors[0])
-        asked, loaded = line.request["body"], self.loaded
-        names = {"model": asked.get("model") or loaded.name, "tokenizer": loaded.tokenizer}
-        if URLS[line.request["url"]]:
-            body = chat_response(outputs[0], **names)
-        else:
-            body = completion_response(outputs, echo=bool(asked.get("echo")), **names)
-        self.n_answered += 1
-        return self.write(line, 200, body, None)
+    Raises ``CliError`` for another text.
+    """
 
-    def fail(self, line: Line, error: BaseException) -> None:
-        """Write that a line is wrong, or that answering it failed."""
-        from ..openai_api import error_body
+    def __init__(self, path: Path, shard: str | None = None) -> None:
+        i, _, n = ("1/1" if shard is None else shard).partition("/")
+        if not (i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
+            takes = "--shard takes 1/4, 2/4, 3/4 or 4/4, and the like"
+            raise CliError(f"{takes}, but {shard!r} was given")
+        self.path, self.i, self.n = path, int(i), int(n)
 
-        status = 400 if isinstance(error, ValueError | TypeError) else 500
-        body = error_body(error, status)
-        kind, message = body["error"]["type"], body["error"]["message"]
-        self.n_failed += 1
-        self.output.n_failed += 1
-        self.write(line, status, body, {"code": kind, "message": message, "line": line.number})
+    def __iter__(self) -> Iterator[Line]:
+        return (line for line in self.lines() if line.number % self.n == self.i % self.n)
 
-    def write(self, line: Line, status: int, body: Any, error: dict[str, Any] | None) -> None:
-        name = uuid.uuid4().hex
-        response = {"status_code": status, "request_id": name, "body": body}
-        ids = {"custom_id": line.custom_id, "request_digest": line.digest}
-        self.output.write({"id": f"batch_req_{name}", **ids, "response": response, "error": error})
-        self.progress.add_done()
+    def lines(self) -> Iterator[Line]:
+        """The lines of all shards; empty ones are left out."""
+        with open(self.path, "rb") as file:
+            for number, content in enumerate(file, start=1):
+                if content := content.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip():
+                    yield Line.of(number, content)
 
-    def summary(self, n_before: int) -> str:
-        """One line: how many were answered, failed, or done before; tokens and time."""
-        progress, before = self.progress, f" · {n_before:,} done before" if n_before else ""
-        return (
-            f"{self.n_answered:,} answered · {self.n_failed:,} failed{before} · "
-            f"{progress.n_tokens:,} tokens · {duration(progress.seconds)} · "
-            f"{progress.tokens_per_second:,.0f} tokens/s"
-        )
+    def check(self) -> None:
+        """Raise ``CliError`` if two lines, of any shards, have the same ``custom_id``."""
+        numbers: dict[str, int] = {}
+        for line in self.lines():
+            if line.custom_id is None:
+                continue
+            if (first := numbers.setdefault(line.custom_id, line.number)) != line.number:
+                raise CliError(
+                    f"lines {first} and {line.number} of {str(self.path)!r} have the same custom_id, "
+                    f"{line.custom_id!r}: outputs are told apart by it"
+                )
+
+
+class Output:
+    """An output file that is only appended to, and that one job at a time writes to.
+
+    Opening it finds out what is ``done``; a last line that a killed job did not finish is cut off.
+    Raises ``CliError`` if another job has it open, and for a file that has other content.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: dict[str | int, str | None] = {}  # key of a line with an output → its digest
+        self.n_failed = 0  # how many of these are errors
+        self.was_cut = False  # whether an unfinished line was cut off
+        with refused(OSError, before=f"cannot write to {str(path)!r}: "):
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        """Lock the file for this process; the system unlocks it however the process ends."""
+        try:
+            if os.name == "nt":
+                import msvcrt
+
+                msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+            else:
+                import fcntl
+
+                fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            writes = f"another job writes to {str(self.path)!r}"
+            raise CliError(f"{writes}: give each its own file") from error
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        n_bytes = 0
+        with open(self._file.fileno(), "rb", closefd=False) as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    if not line.endswith(b"\n") and line[: len(PREFIX)] == PREFIX[: len(line)]:
+                        self.was_cut = True
+                        break
+                    record = json.loads(line)
+                    custom_id, error = record["custom_id"], record["error"]
+                    key = error["line"] if custom_id is None else custom_id
+                    self.done[key] = record.get("request_digest")
+                except (KeyError, TypeError, ValueError):
+                    wrong = f"line {number} of {str(self.path)!r} is not one of an output"
+                    raise CliError(f"{wrong}: give another file to -o") from None
+                self.n_failed += error is not None
+                n_bytes += len(line)
+        if self.was_cut:
+            self._file.truncate(n_bytes)
+
+    def has(self, line: Line) -> bool:
+        """Whether ``line`` has an output; raises ``CliError`` if that is of another request."""
+        if line.key not in self.done:
+            return False
+        if self.done[line.key] not in (None, line.digest):
+            raise CliError(
+                f"line {line.number} is not the request that {str(self.path)!r} has an answer of, but "
+                f"has the same key, {line.key!r}: give another custom_id, or another file to -o"
+            )
+        return True
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a line, in one piece where the system does so. Raises ``CliError`` on a full disk."""
+        line = json.dumps(record, ensure_ascii=False) + "\n"
+        unwritten = memoryview(line.encode(errors="replace"))
+        try:
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
+        except OSError as error:
+            raise CliError(
+                f"cannot write to {str(self.path)!r}: {error.strerror}. The answers in it are kept; make "
+                "room, and the same command goes on from there"
+            ) from error
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()

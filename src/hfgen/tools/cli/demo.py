@@ -15,6 +15,8 @@ import typer
 from rich.markup import escape
 from rich.table import Column
 
+import hfgen
+
 from . import measure
 from .loading import Loaded, load, quiet
 from .options import DEBUG
@@ -69,8 +71,6 @@ def demo(debug: bool = DEBUG) -> None:
         import torch
         import transformers
 
-        import hfgen
-
         loaded = load("builtin", None, "auto", "cpu")
         threads = torch.get_num_threads()
         out.print(
@@ -95,8 +95,6 @@ def heading(text: str, call: str) -> None:
 
 def config_of(**fields: Any) -> Any:
     """A config of hfgen with ``fields`` that returns its results as an object."""
-    import hfgen
-
     return hfgen.GenerationConfig(return_dict_in_generate=True, **fields)
 
 
@@ -135,13 +133,11 @@ def show_rows(loaded: Loaded) -> bool:
 
 def show_json(loaded: Loaded) -> None:
     """An answer that a schema forces, checked against it."""
-    from ...settings import grammar
-
     heading("JSON by a schema", "model.generate(**inputs, grammar=hfgen.grammar.json(schema))")
     if find_spec("llguidance") is None:
         out.print("[dim]This needs: pip install 'hfgen\\[grammar]'[/]")
         return
-    config = config_of(max_new_tokens=120, grammar=grammar.json(SCHEMA, whitespace=False))
+    config = config_of(max_new_tokens=120, grammar=hfgen.grammar.json(SCHEMA, whitespace=False))
     answers = Answers()
     measure.stream(loaded, measure.encode(loaded, [QUESTION]), config, show=answers)
     answer = json.loads(answers.texts[0])
@@ -180,8 +176,6 @@ def show_races(loaded: Loaded) -> bool:
 def calls(loaded: Loaded) -> dict[str, Callable[[str], Run]]:
     """Name → a call with one of the libraries."""
     import torch
-
-    import hfgen
 
     from ..prompts import padded
 

@@ -17,6 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Option
 
+import hfgen
+
 from ...settings.versions import TESTED
 from . import measure, options
 from .compare import compare_call, described
@@ -116,9 +118,7 @@ def print_exactness(name: str, dtype: str, as_json: bool, debug: bool) -> int:
 
 def versions() -> Iterator[Finding]:
     """Python and the packages that hfgen stands on; which transformers is a tested one."""
-    from ... import __version__
-
-    yield Finding("versions", "hfgen", __version__)
+    yield Finding("versions", "hfgen", hfgen.__version__)
     yield Finding("versions", "python", platform.python_version())
     for package in ("torch", "transformers", "accelerate"):
         try:

@@ -11,6 +11,8 @@ from typing import Any
 import typer
 from typer import Option
 
+import hfgen
+
 from . import options
 from .field_options import FieldsWithoutAssistant
 from .loading import check_output, read_text
@@ -119,12 +121,10 @@ def generate(
         why = f": line {rows[0]['line']}: {rows[0]['error']}" if rows else ""
         raise CliError(f"{str(file)!r} has no line that can be used{why}")
     with source.configured(fields, NEW_TOKENS) as (loaded, config):
-        from ...engine.many import generate_many
-
         settings: Any = {"max_rows": max_rows, "progress": err.is_terminal}
         prompts = [(row["prompt"], row["options"]) for row in usable]
         call = loaded.model, prompts, loaded.tokenizer
-        outputs = generate_many(*call, generation_config=config, **settings)
+        outputs = hfgen.generate_many(*call, generation_config=config, **settings)
         for row, answer in zip(usable, outputs, strict=True):
             if answer.error is not None:
                 row["error"] = str(answer.error) or type(answer.error).__name__
@@ -146,8 +146,6 @@ def generate(
     if output is not None:
         write(output, rows, scores)
     if as_json:
-        from ...decoding.card import card
-
         report = {
             "model": loaded.name,
             "options": fields.as_json(),
@@ -160,7 +158,7 @@ def generate(
             },
             "failed": failed,
             "failed_metrics": failed_metrics,
-            "card": asdict(card(loaded.model, loaded.tokenizer)),
+            "card": asdict(hfgen.card(loaded.model, loaded.tokenizer)),
         }
         print_json(report)
     else:

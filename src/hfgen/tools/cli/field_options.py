@@ -13,6 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 from rich.markup import escape
 from typer import Option
 
+import hfgen
+
 from ...settings import grammar
 from ...settings.fields import FIELDS, OWN_FIELDS, is_on
 from . import loading
@@ -243,8 +245,6 @@ def parse_value(name: str, text: str) -> Any:
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
     """The config of ``fields``, with a length if nobody has set one. Raises ``CliError``."""
     import transformers
-
-    import hfgen
 
     values, defaults = dict(fields), model.generation_config
     is_one_mode = "penalty_alpha" in values or "dola_layers" in values

@@ -14,6 +14,8 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer import Argument, Option
 
+import hfgen
+
 from . import measure, options
 from .field_options import Fields, FieldsWithoutResults
 from .loading import Loaded, check_output, read_prompt
@@ -221,8 +223,6 @@ def inspect(
     check_output(output, suffixes=PAGES)
     texts = [read_prompt(prompt) for prompt in prompts or (None,)]
     with source.configured(fields, TRACED_TOKENS) as (loaded, config):
-        import hfgen
-
         kwargs = {**loaded.mode_kwargs(), "generation_config": config}
         with measure.named_errors():
             trace = hfgen.trace(loaded.model, texts, top=top, **kwargs)
@@ -275,8 +275,6 @@ def chat(
     if not source.model:
         raise CliError(NO_MODEL)
     with source.configured(fields, ANSWER_TOKENS) as (loaded, config):
-        import hfgen
-
         loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it
         conversation = Conversation(loaded, system)
         if sys.stdin.isatty():

@@ -16,6 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+import hfgen
+
 from .report import CliError, err, note, one_line, refused, say
 
 BUILTIN = {"builtin": False, "builtin-draft": True}  # name → whether it is the draft model
@@ -68,8 +70,6 @@ def load(
     """
     import torch
 
-    import hfgen
-
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device="cpu" if device == "auto" else device).item()
@@ -117,8 +117,6 @@ def _load(name: str, dtype: str, device: str, trusts_code: bool) -> tuple[Any, A
 
 def change(loaded: Loaded, optimize: bool, exact: bool, compile: bool = False) -> Loaded:
     """``hfgen.optimize`` the model and the one that drafts for it, make it exact; raises ``CliError``."""
-    import hfgen
-
     for part in filter(None, (loaded, loaded.assistant) if optimize else ()):
         with refused(ValueError, before="--optimize: "):
             hfgen.optimize(part.model, compile=compile)

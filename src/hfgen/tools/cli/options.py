@@ -16,6 +16,8 @@ from rich.table import Column, Table
 from typer import Argument, Option
 from typer.core import TyperCommand
 
+import hfgen
+
 from . import loading
 from .field_options import LEGEND, Fields, generation_config, joined_flags, note_idle
 from .report import CliError, out, refused
@@ -127,8 +129,6 @@ class EngineOptions:
 
     def engine(self, model: Any, tokenizer: Any, **settings: Any) -> Any:
         """An engine for ``model``; raises ``CliError`` for one that it does not take."""
-        import hfgen
-
         settings |= {n: getattr(self, n) for n in ("max_rows", "memory", "prefill_tokens")}
         prefixes = hfgen.PrefixCache() if self.prefix_cache else None
         with refused(TypeError, ValueError):

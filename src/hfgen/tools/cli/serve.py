@@ -9,6 +9,8 @@ from typing import Any
 
 from typer import Option
 
+import hfgen
+
 from ..serve import check_requirements
 from ..serve.limits import Limits
 from . import options
@@ -62,7 +64,6 @@ def serve(
     with refused(ImportError):
         check_requirements()
     with quiet(source.debug):
-        from ... import SuffixMemory
         from ...engine.errors import EngineError
         from ..serve.server import LOCAL, Settings, bound, serve
         from ..serve.steering import read_sets
@@ -78,7 +79,7 @@ def serve(
         loaded = change(Loaded(source.model, model, tokenizer, drafts), optimize, source.exact)
         drafting = loaded.drafting()
         if suffix_memory is not None:
-            drafting = {"assistant_model": SuffixMemory(suffix_memory * 2**20)}
+            drafting = {"assistant_model": hfgen.SuffixMemory(suffix_memory * 2**20)}
         with refused(ValueError):
             sets = {} if steering is None else read_sets(steering, model)
         running_engine = engine.engine(model, tokenizer, policy=policy, max_queue=max_queue)
@@ -103,8 +104,6 @@ def load_served(name: str, dtype: str, device: str | None, trusts_code: bool) ->
         loaded = load(name, None, dtype, device, trusts_code)
         return loaded.model, loaded.tokenizer
     from transformers.cli.serving.model_manager import ModelManager
-
-    import hfgen
 
     try:
         manager = ModelManager(device or "auto", dtype, trusts_code)

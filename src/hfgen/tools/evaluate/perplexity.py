@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...families import max_positions
 from ...state.text import Pieces
@@ -17,6 +16,10 @@ from ..prompts import padded
 from .metrics import Interval, interval
 
 WINDOW = 2048  # tokens of a window where none are given and the model allows more
+
+#: Arguments of ``generate`` with which it scores a prompt, and generates nothing.
+SCORING: dict[str, Any] = {"max_new_tokens": 0, "do_sample": False, "num_beams": 1}
+SCORING |= {"prompt_logprobs": 0, "return_dict_in_generate": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +136,12 @@ def score(
     result = TextScore(name, len(text.encode()) - len(lead))
     tokens, remaining = torch.tensor(ids), windows(len(ids), window, stride)
     while batch := list(islice(remaining, batch_size)):
-        logprobs = _logprobs(model, [tokens[w.start : w.end] for w in batch])
+        inputs = padded([tokens[each.start : each.end] for each in batch], model)
+        output = model.generate(**inputs, **SCORING)
+        logprobs = output.prompt_logprobs.token_logprobs.cpu()  # (windows, longest)
         for row, each in zip(logprobs, batch, strict=True):
             n = each.end - each.first
             result.nats.append(-float(row[-n:].sum(dtype=torch.float64)))
             result.counts.append(n)
             on_tokens(n)
     return result
-
-
-def _logprobs(model: Any, rows: list[Tensor]) -> Tensor:
-    """Log-probabilities ``(rows, longest)`` of ``rows`` of tokens, padded on the left."""
-    settings = {"max_new_tokens": 0, "do_sample": False, "num_beams": 1, "prompt_logprobs": 0}
-    output = model.generate(**padded(rows, model), **settings, return_dict_in_generate=True)
-    logprobs: Tensor = output.prompt_logprobs.token_logprobs.cpu()
-    return logprobs

@@ -83,18 +83,13 @@ def completion_response(
         for row in output.sequences:
             text, ids, tokens = row.text, row.token_ids, row.logprobs
             if echo:
-                text = echoed(output.prompt_token_ids, tokenizer) + (text or "")
+                text = decode(tokenizer, output.prompt_token_ids, True) + (text or "")
                 ids = [*output.prompt_token_ids, *ids]
                 if output.prompt_logprobs is not None:
                     tokens = [*output.prompt_logprobs[0], *(tokens or ())]
             logprobs = None if tokens is None else legacy(ids, tokens, pieces)
             choices.append(choice(len(choices), row.finish_reason, text=text, logprobs=logprobs))
     return _response(head("text_completion", **names), choices, outputs)
-
-
-def echoed(prompt: list[int], tokenizer: Any) -> str:
-    """The text of a prompt, behind which that of its answers stands."""
-    return decode(tokenizer, prompt, skip_special_tokens=True)
 
 
 def _response(names: dict[str, Any], choices: list[Any], outputs: list[Any]) -> dict[str, Any]:

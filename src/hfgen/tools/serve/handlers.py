@@ -21,7 +21,7 @@ from ...families import max_positions
 from ...logits.grammar.llguidance import library_of
 from ...settings.grammar import Grammar
 from ...settings.logs import logger
-from ...state.text import Pieces
+from ...state.text import Pieces, decode
 from ..openai_api.requests import (
     check_messages,
     default_length,
@@ -29,7 +29,7 @@ from ..openai_api.requests import (
     in_words_of,
     prompts_of,
 )
-from ..openai_api.responses import chat_response, completion_response, echoed, head
+from ..openai_api.responses import chat_response, completion_response, head
 from .answers import ChatChoices, Message, TextChoices, check_open, chunks
 from .chats import USUAL, Tools, has_media, inputs_of, reader_of
 from .limits import Limits
@@ -290,7 +290,7 @@ class Completion(Handler):
                 raise ValueError("With `stream`, `prompt` has to be a single prompt.")
             if echo and pieces is not None:
                 raise ValueError("With `echo` and `logprobs`, `stream` has to be false.")
-            opening = echoed(prompts[0], tokenizer) if echo else ""
+            opening = decode(tokenizer, prompts[0], True) if echo else ""
             request = await self.add(prompts[0])
             kind = "text_completion"
             return self.streamed(request, kind, lambda n: TextChoices(n, pieces, opening))
