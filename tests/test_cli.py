@@ -504,7 +504,6 @@ def coded(monkeypatch: pytest.MonkeyPatch) -> None:
         return measure.Generated([row], [row], 1.0, 0.1, output, ["eos"])
 
     monkeypatch.setattr(measure, "generate", answer)
-    monkeypatch.setattr(measure, "stream", answer)
 
 
 @pytest.mark.parametrize("command", ["generate x", "generate x --stream", "chat"])
@@ -775,7 +774,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         show(StreamEvent(0, (), "", None, "eos"))
         return measure.Generated([[1] * 3], [[1] * 3], 1.5, 0.5, None, ["eos"])
 
-    monkeypatch.setattr(measure, "stream", answer)
+    monkeypatch.setattr(measure, "generate", answer)
     return seen
 
 
@@ -853,7 +852,7 @@ def test_an_error_undoes_the_turn(chat_folder: str, monkeypatch: pytest.MonkeyPa
     def fail(*_: object, **__: object) -> None:
         raise CliError("too long")
 
-    monkeypatch.setattr(measure, "stream", fail)
+    monkeypatch.setattr(measure, "generate", fail)
     spoken = generate.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
     generate.turn(spoken, "hi", None)
     assert spoken.messages == []

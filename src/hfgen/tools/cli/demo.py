@@ -103,7 +103,7 @@ def show_stream(loaded: Loaded) -> None:
     heading("A stream", "for event in model.stream(**inputs, stop_strings='\\n\\n'): …")
     config = config_of(do_sample=False, max_new_tokens=NEW_TOKENS, stop_strings="\n\n")
     out.print(f"[dim]{escape(PROMPT)}[/]", end="")
-    result = measure.stream(loaded, measure.encode(loaded, [PROMPT]), config, show=Answers())
+    result = measure.generate(loaded, measure.encode(loaded, [PROMPT]), config, show=Answers())
     first, each = duration(result.first), duration(result.per_token)
     out.print(f"[dim]first token after {first}, then {each} each[/]")
 
@@ -139,7 +139,7 @@ def show_json(loaded: Loaded) -> None:
         return
     config = config_of(max_new_tokens=120, grammar=hfgen.grammar.json(SCHEMA, whitespace=False))
     answers = Answers()
-    measure.stream(loaded, measure.encode(loaded, [QUESTION]), config, show=answers)
+    measure.generate(loaded, measure.encode(loaded, [QUESTION]), config, show=answers)
     answer = json.loads(answers.texts[0])
     fits = all(answer[n] in part.get("enum", range(-1, 10)) for n, part in PROPERTIES.items())
     out.print("[green]It fits the schema.[/]" if fits else "[bold red]It does not fit.[/]")

@@ -95,10 +95,7 @@ def generate(
             note(f"{has}: what comes after is worse, or an error")
         n_rows = config.num_return_sequences or model.generation_config.num_return_sequences or 1
         answers = Answers(n_rows)
-        if stream:
-            result = measure.stream(loaded, inputs, config, show=answers)
-        else:
-            result = measure.generate(loaded, inputs, config)
+        result = measure.generate(loaded, inputs, config, show=answers if stream else None)
         texts = result.output.texts
         if as_json:
             report = {"model": loaded.name, "prompt": text, "options": fields.as_json()}
@@ -317,7 +314,7 @@ def turn(conversation: Conversation, line: str, config: Any) -> None:
     conversation.messages.append({"role": "user", "content": line})
     answers = Answers()
     try:
-        result = measure.stream(conversation.loaded, conversation.inputs(), config, show=answers)
+        result = measure.generate(conversation.loaded, conversation.inputs(), config, show=answers)
         if err.is_terminal:
             speed = f"{result.n_tokens} tokens · {result.per_second:,.0f} tokens/s"
             say(f"[dim]{speed} · {end_reason(result.reasons[0])}[/]")

@@ -75,41 +75,35 @@ def encode(loaded: Loaded, prompts: list[str]) -> dict[str, Any]:
 
 
 def generate(
-    loaded: Loaded, inputs: dict[str, Any], config: Any, seed: int | None = None
+    loaded: Loaded,
+    inputs: dict[str, Any],
+    config: Any,
+    seed: int | None = None,
+    show: Callable[[Any], None] | None = None,
 ) -> Generated:
-    """Generate once with torch's generator at ``seed``, and time it; errors become ``CliError``."""
-    import torch
+    """Generate once with torch's generator at ``seed``, and time it; errors become ``CliError``.
 
-    n_beams = config.num_beams or loaded.model.generation_config.num_beams or 1
-    is_streamed = n_beams == 1 and not config.force_words_ids
+    With ``show``, the call is streamed by hfgen: it gets each ``StreamEvent`` as it comes.
+    """
+    defaults = loaded.model.generation_config
+    is_timed = (config.num_beams or defaults.num_beams or 1) == 1 and not config.force_words_ids
     kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
     if seed is not None:
+        import torch
+
         torch.manual_seed(seed)
-    with named_errors():
-        clock = Clock()
-        output = loaded.model.generate(**kwargs, **({"streamer": clock} if is_streamed else {}))
-    return measured(loaded, inputs, config, output, clock)
-
-
-def stream(
-    loaded: Loaded, inputs: dict[str, Any], config: Any, show: Callable[[Any], None]
-) -> Generated:
-    """``generate``, and ``show`` each ``StreamEvent`` as it comes."""
-    kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
     clock = Clock()
-    clock.put()
-    with named_errors(), loaded.model.stream(**kwargs, return_dict_in_generate=True) as events:
-        for event in events:
+    with named_errors():
+        if show is None:
+            output = loaded.model.generate(**kwargs, **({"streamer": clock} if is_timed else {}))
+        else:
             clock.put()
-            show(event)
-    return measured(loaded, inputs, config, events.result, clock)
-
-
-def measured(
-    loaded: Loaded, inputs: dict[str, Any], config: Any, output: Any, clock: Clock
-) -> Generated:
-    """The tokens and times of a call that returned ``output``."""
-    defaults, padded = loaded.model.generation_config, new_tokens(loaded, inputs, output)
+            with loaded.model.stream(**kwargs, return_dict_in_generate=True) as events:
+                for event in events:
+                    clock.put()
+                    show(event)
+            output = events.result
+    padded = new_tokens(loaded, inputs, output)
     seconds = time.perf_counter() - clock.times[0]
     first = clock.times[2] - clock.times[0] if len(clock.times) > 2 else None
     reasons = getattr(output, "finish_reasons", None) or [None] * len(padded)
