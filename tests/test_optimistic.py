@@ -143,7 +143,7 @@ def test_a_prompt_that_is_half_forwarded_goes_on_where_it_was() -> None:
     first, long = (engine.add(ids, **options) for ids, options in asked)
     for _ in range(3):
         engine.step()
-    n_done = long.item.n_done
+    n_done = long.n_done
     assert long.state == "prefill"
     assert 0 < n_done < 50
     limit, engine.scheduler.max_bytes = engine.scheduler.max_bytes, 2 * held(engine)
@@ -152,7 +152,7 @@ def test_a_prompt_that_is_half_forwarded_goes_on_where_it_was() -> None:
     assert long.decoding.waiting_rows.caches["past_key_values"].get_seq_length() == n_done
     engine.scheduler.max_bytes = limit
     engine.step()
-    assert long.item.n_done > n_done
+    assert long.n_done > n_done
     for request, (ids, options) in zip((first, long), asked, strict=True):
         check(request.result(), solo(model, ids, options))
     assert engine.stats.prefill_tokens == 6 + 50

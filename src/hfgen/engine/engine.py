@@ -21,7 +21,7 @@ from .errors import EngineClosedError, EngineError, ResultTakenError, UnknownReq
 from .memory import Memory
 from .prompts import check_arguments, check_numbers, model_inputs
 from .request import EngineEvent, EngineRequest, EngineStats, RequestOutput
-from .scheduler import Item, Scheduler
+from .scheduler import Scheduler
 from .serving import Service
 from .steps import CANCELLED, Steps
 
@@ -92,7 +92,8 @@ class Engine:
 
     def _probe(self) -> None:
         """Measure the memory of a row by forwarding one token, so that the first request can be sized."""
-        request = EngineRequest("probe", self, self._arguments([1], {"max_new_tokens": 1}))
+        arguments = self._arguments([1], {"max_new_tokens": 1})
+        request = EngineRequest(id="probe", engine=self, arguments=arguments)
         # A model that needs more inputs is measured with its first request.
         with suppress(Exception), torch.no_grad():
             if self._is_prepared_at_once(request.arguments):
@@ -123,27 +124,32 @@ class Engine:
         arguments = self._arguments(prompt, kwargs)
         deadline = None if timeout is None else now + timeout
         request = EngineRequest(
-            f"req_{next(self._numbers)}", self, arguments, priority, deadline, added=now
+            id=f"req_{next(self._numbers)}",
+            engine=self,
+            arguments=arguments,
+            priority=priority,
+            deadline=deadline,
         )
-        request.item = self._sized(request)
-        self.steps.enter(request)
+        self._size(request)
+        self.steps.enter(request, now)
         self.requests[request.id] = request
         return request
 
-    def _sized(self, request: EngineRequest) -> Item:
-        """The rows and bytes that the request needs; prepares it unless that runs an encoder."""
-        memory, n_bytes_now = self.steps.memory, None
+    def _size(self, request: EngineRequest) -> None:
+        """Write the rows and bytes that the request needs; prepares it unless that runs an encoder."""
+        memory = self.steps.memory
         if self._is_prepared_at_once(request.arguments):
             decoding = request.prepare(self.model)
             decoding.check()
             n_rows, n_tokens, longest = decoding.n_rows, decoding.prompt_length, decoding.longest
-            is_whole = n_tokens <= self.scheduler.prefill_tokens or not decoding.can_be_cut
+            is_short = n_tokens <= self.scheduler.prefill_tokens
+            request.is_whole = is_short or not decoding.can_be_cut
             if decoding.joins:  # in the step of its last chunk, it decodes a token besides
-                n_bytes_now = memory.needed(n_rows, min(n_tokens + 1, longest))
+                request.n_bytes_now = memory.needed(n_rows, min(n_tokens + 1, longest))
         else:
             call, _ = resolve(self.model, request.arguments)
             call.release()
-            config, is_whole, n_tokens = call.config, True, 1
+            config, request.is_whole, n_tokens = call.config, True, 1
             kwargs = request.arguments.kwargs
             ids = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
             n_rows = max(config.num_beams or 1, config.num_return_sequences or 1)
@@ -152,14 +158,8 @@ class Engine:
             longest = config.max_length or 0
             if config.max_new_tokens is not None:
                 longest = n_tokens + config.max_new_tokens
-        return Item(
-            n_tokens=n_tokens,
-            n_rows=n_rows,
-            n_bytes=memory.needed(n_rows, longest),
-            n_bytes_now=n_bytes_now,
-            priority=request.priority,
-            is_whole=is_whole,
-        )
+        request.n_tokens, request.n_rows = n_tokens, n_rows
+        request.n_bytes = memory.needed(n_rows, longest)
 
     def _arguments(self, prompt: Any, kwargs: dict[str, Any]) -> Request:
         """The arguments of ``generate`` for a prompt and the ``kwargs`` of ``add``."""

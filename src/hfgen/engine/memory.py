@@ -71,17 +71,15 @@ def make_way(steps: Steps) -> None:
     """Move requests out of the batch, to the host, until the next token of each row fits."""
     scheduler = steps.scheduler
     with steps.lock:
-        for item in scheduler.decoding:
-            decoding = steps.requests[item].decoding
+        for request in scheduler.decoding:
+            decoding = request.decoding
             if decoding is not None and decoding.joins:  # its cache lacks the newest token as yet
-                n_bytes = steps.memory.needed(item.n_rows, decoding.length)
-                scheduler.resize(item, item.n_bytes, n_bytes)
+                n_bytes = steps.memory.needed(request.n_rows, decoding.length)
+                scheduler.resize(request, request.n_bytes, n_bytes)
         victims = scheduler.victims()
-    for item in victims:
-        request = steps.requests[item]
+    for request in victims:
         with steps.failures_of(request):
             decoding = request.decoding
-            assert decoding is not None
             joined = next((rows for rows in steps.joined if decoding in rows.moves), None)
             if joined is None:  # in prefill
                 decoding.waiting_rows = Batch(decoding.run.ids, decoding.run.model_kwargs)
@@ -91,22 +89,21 @@ def make_way(steps: Steps) -> None:
             for cache in decoding.waiting_rows.caches.values():
                 slots.move_to(cache, HOST)
             with steps.lock:
-                scheduler.readmit(item)
+                scheduler.readmit(request)
             steps.stats.n_taken_out += 1
 
 
 def put_back(steps: Steps, chunk: Chunk) -> bool:
     """Continue a request that was taken out; returns whether nothing is left to prefill."""
-    request = steps.requests[chunk.item]
-    decoding = request.decoding
+    request, decoding = chunk.item, chunk.item.decoding
     if decoding is None or decoding.waiting_rows is None:
         return False
-    decodes = chunk.item.n_left == 0
+    decodes = request.n_left == 0
     with steps.failures_of(request):
         batch, decoding.waiting_rows = decoding.waiting_rows, None
         for cache in batch.caches.values():
             slots.move_to(cache, decoding.run.ids.device)
         if decodes:
             steps.place(decoding, batch)
-            steps.scheduler.advance(chunk.item, 0)
-    return decodes or request.done
+            steps.scheduler.advance(request, 0)
+    return bool(decodes or request.done)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ..logits.stopping import FinishReason
 from ..streaming import StreamEvent
 from .decoding import Decoding
+from .scheduler import Item
 
 if TYPE_CHECKING:
     from ..logits.logprobs import TokenLogprob
     from ..state.call import Request
     from .engine import Engine
-    from .scheduler import Item, State
 
 
 @dataclass(slots=True)
@@ -79,19 +79,16 @@ class EngineEvent(StreamEvent):
     request: EngineRequest = field(kw_only=True)
 
 
-@dataclass(eq=False, repr=False)
-class EngineRequest:
+@dataclass(eq=False, repr=False, kw_only=True)
+class EngineRequest(Item):
     """A request that was added to an engine. Times are those of the engine's clock, in seconds."""
 
     id: str
     engine: Engine
     #: The arguments of ``generate``.
     arguments: Request
-    priority: int = 0
     #: When it ends with the tokens that it has by then.
     deadline: float | None = None
-    added: float = 0.0
-    item: Item | None = None
     decoding: Decoding | None = None
     #: The reason that ends it before the next step.
     ends_as: FinishReason | None = None
@@ -102,13 +99,6 @@ class EngineRequest:
 
     def __repr__(self) -> str:
         return f"EngineRequest({self.id!r}, {self.state!r})"
-
-    @property
-    def state(self) -> State:
-        """``"waiting"``, ``"prefill"``, ``"decoding"`` or ``"done"``."""
-        if self.done:
-            return "done"
-        return "waiting" if self.item is None else self.item.state
 
     @property
     def done(self) -> bool:
@@ -133,7 +123,7 @@ class EngineRequest:
         sequence.finish_reason = event.finish_reason
         if event.token_ids:
             if self.times.time_to_first_token is None:
-                self.times.time_to_first_token = now - self.added
+                self.times.time_to_first_token = now - self.arrived
             self.last_token = now
 
     def prepare(self, model: Any) -> Decoding:
@@ -155,9 +145,9 @@ class EngineRequest:
             if sequence.text is None and self.arguments.kwargs.get("tokenizer") is not None:
                 sequence.text = ""
         longest = max(len(sequence.token_ids) for sequence in self.sequences.values())
-        times.total_time = now - self.added
+        times.total_time = now - self.arrived
         if longest > 1 and self.last_token is not None and times.time_to_first_token is not None:
-            decode_time = self.last_token - self.added - times.time_to_first_token
+            decode_time = self.last_token - self.arrived - times.time_to_first_token
             times.time_per_output_token = decode_time / (longest - 1)
         self.output = RequestOutput(
             self.id,
@@ -168,7 +158,7 @@ class EngineRequest:
             run and run.extras.get("prompt_logprobs"),
             generated,
         )
-        self.decoding = self.item = None
+        self.decoding = None
         return ended_now
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from heapq import merge
 from math import inf
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import DoesNotFitError, QueueFullError
 
@@ -33,13 +33,13 @@ State = Literal["new", "waiting", "prefill", "decoding", "done"]
 
 @dataclass(eq=False)
 class Item:
-    """One request, as the scheduler sees it.
+    """A request as the scheduler sees it; an engine's are ``EngineRequest``s.
 
     ``n_bytes`` is what it takes at its longest; ``n_bytes_now`` what it takes without growth, which only optimistic
     admission reads (see ``resize``). ``n_done`` may be raised by what a prefix cache has.
     """
 
-    n_tokens: int  # to prefill
+    n_tokens: int = 0  # to prefill
     n_rows: int = 1
     n_bytes: float = 0
     priority: int = 0
@@ -73,7 +73,7 @@ class Item:
 class Chunk:
     """The next ``n_tokens`` of an item's prefill; 0 if all of them were done when it came (back) in."""
 
-    item: Item
+    item: Any  # an ``Item``
     n_tokens: int
 
 
@@ -149,9 +149,9 @@ class Scheduler:
         self.max_queue = max_queue
         self.optimistic = optimistic
         self.one_at_a_time = False  # admit no item while another one is in prefill or decoding
-        self.waiting: list[Item] = []  # in policy order
-        self.prefilling: list[Item] = []
-        self.decoding: list[Item] = []
+        self.waiting: list[Any] = []  # items, in policy order
+        self.prefilling: list[Any] = []
+        self.decoding: list[Any] = []
         self.n_rows = 0
         self.n_bytes: float = 0
         self._policy = POLICIES[policy]
@@ -232,7 +232,7 @@ class Scheduler:
         self._remove(item)
         item.state = "done"
 
-    def never_fit(self) -> list[Item]:
+    def never_fit(self) -> list[Any]:
         """Waiting items that need more than there is in all, after bytes have changed. ``plan`` skips them."""
         return [item for item in self.waiting if not self._could_fit(item)]
 
@@ -243,14 +243,14 @@ class Scheduler:
             before, item.n_reserved = item.n_reserved, self._to_reserve(item)
             self.n_bytes += item.n_reserved - before
 
-    def victims(self) -> list[Item]:
+    def victims(self) -> list[Any]:
         """Items to take out of the batch until what is held is within ``max_bytes``.
 
         The last in policy order first; those that were taken out before only if the others do not do.
         """
         in_use = sorted(self.prefilling + self.decoding, key=_key, reverse=True)
         needed = sum(item.n_held for item in in_use) - self.max_bytes
-        victims: list[Item] = []
+        victims: list[Any] = []
         for item in sorted(in_use, key=attrgetter("was_taken_out")):
             if needed > 0 and not item.stays:
                 victims.append(item)

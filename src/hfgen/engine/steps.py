@@ -25,7 +25,7 @@ from .joined import JoinedRows
 from .memory import Memory, make_way, put_back
 from .prompts import keeps_states
 from .request import EngineEvent, EngineRequest, EngineStats
-from .scheduler import Chunk, Item, Scheduler
+from .scheduler import Chunk, Scheduler
 
 #: A prompt shares a forward with longer ones if it has at least this share of the longest's tokens.
 SHORTEST = 0.75
@@ -44,19 +44,18 @@ class Steps:
         self.classes = Classes(model, memory)
         #: Requests that decode by themselves, beside the batches.
         self.alone: list[EngineRequest] = []
-        self.requests: dict[Item, EngineRequest] = {}
+        self.requests: dict[str, EngineRequest] = {}
         self.lock = Lock()
         #: Some were added since the model was last looked at, which takes 1 ms.
         self.has_new_requests = False
         self.events: list[EngineEvent] = []
 
-    def enter(self, request: EngineRequest) -> None:
+    def enter(self, request: EngineRequest, now: float) -> None:
         """Queue a request; from any thread. Raises ``QueueFullError`` and ``DoesNotFitError``."""
-        assert request.item is not None
         with self.lock:
             self.has_new_requests = True
-            self.scheduler.add(request.item, request.added)
-            self.requests[request.item] = request
+            self.scheduler.add(request, now)
+            self.requests[request.id] = request
 
     @torch.inference_mode(False)  # one that another step goes on with
     @torch.no_grad()
@@ -111,30 +110,30 @@ class Steps:
 
     def _forward_prompts(self, plan: list[Chunk]) -> None:
         """Forward the chunks of this step; whole prompts of similar length together."""
-        decodings: dict[Chunk, Decoding] = {}
+        chunks: list[Chunk] = []
         for chunk in plan:
-            item, request = chunk.item, self.requests[chunk.item]
+            request = chunk.item
             with self.failures_of(request):
                 begins = request.times.queue_time is None
                 if begins:
-                    request.times.queue_time = time.monotonic() - request.added
+                    request.times.queue_time = time.monotonic() - request.arrived
                 decoding = request.prepare(self.model)
                 if begins:
-                    item.stays = not decoding.joins
-                    item.n_done = min(decoding.begin(), item.n_tokens - 1)
+                    request.stays = not decoding.joins
+                    request.n_done = min(decoding.begin(), request.n_tokens - 1)
                 if is_zero(decoding.run.config.max_new_tokens):
                     self.end(request)
                 else:
-                    decodings[chunk] = decoding
+                    chunks.append(chunk)
         may_share = {
             chunk
-            for chunk, decoding in decodings.items()
+            for chunk in chunks
             if chunk.n_tokens == chunk.item.n_tokens
             and self.classes.hides.get(False)
-            and decoding.may_share_prompt
+            and chunk.item.decoding.may_share_prompt
         }
         groups: list[list[Chunk]] = []
-        for chunk in sorted(decodings, key=lambda chunk: -chunk.n_tokens):
+        for chunk in sorted(chunks, key=lambda chunk: -chunk.n_tokens):
             longest = groups[-1][0] if groups else chunk
             is_near = chunk.n_tokens >= SHORTEST * longest.n_tokens
             if is_near and longest is not chunk and {chunk, longest} <= may_share:
@@ -143,48 +142,50 @@ class Steps:
                 groups.append([chunk])
         for group in groups:
             if len(group) > 1:
-                self._forward_group(group, [decodings[chunk] for chunk in group])
+                self._forward_group([chunk.item for chunk in group])
             else:
-                self._forward_chunk(group[0], decodings[group[0]])
+                self._forward_chunk(group[0].item, group[0].n_tokens)
 
-    def _forward_group(self, chunks: list[Chunk], decodings: list[Decoding]) -> None:
+    def _forward_group(self, requests: list[EngineRequest]) -> None:
         """Forward whole prompts at once; their rows join those that decode."""
+        decodings: list[Any] = [request.decoding for request in requests]
         try:
             rows, outputs = JoinedRows.of_prompts(self.model, decodings)
         except Exception as error:
-            for decoding in decodings:
-                self.end(decoding.request, error)
+            for request in requests:
+                self.end(request, error)
             return
         self.joined.append(rows)
-        for chunk, decoding, own_outputs in zip(chunks, decodings, outputs, strict=True):
-            self.stats.prefill_tokens += chunk.n_tokens
-            self.scheduler.advance(chunk.item, chunk.n_tokens)
-            with self.failures_of(decoding.request):
-                self._gain(decoding.request, decoding.rows.step(own_outputs))
+        for request, decoding, own_outputs in zip(requests, decodings, outputs, strict=True):
+            self.stats.prefill_tokens += request.n_tokens
+            self.scheduler.advance(request, request.n_tokens)
+            with self.failures_of(request):
+                self._gain(request, decoding.rows.step(own_outputs))
         if len(rows):
             for decoding in rows.members:
                 decoding.plain = PlainRows.of(decoding.rows)
             rows.append_newest({})
             self._merge(rows)
 
-    def _forward_chunk(self, chunk: Chunk, decoding: Decoding) -> None:
+    def _forward_chunk(self, request: EngineRequest, n_tokens: int) -> None:
         """Forward a part of a prompt; after the last one, its rows join those that decode."""
-        item, request, run = chunk.item, decoding.request, decoding.run
+        decoding = request.prepare(self.model)
+        run = decoding.run
         with self.failures_of(request):
             if not decoding.joins:
-                self.scheduler.advance(item, item.n_left)
+                self.scheduler.advance(request, request.n_left)
                 self.alone.append(request)
                 return
-            n = min(chunk.n_tokens, item.n_left)
-            is_last = n == item.n_left
+            n = min(n_tokens, request.n_left)
+            is_last = n == request.n_left
             events = decoding.prefill(n, is_last)
             self.stats.prefill_tokens += n
-            self.scheduler.advance(item, n)
+            self.scheduler.advance(request, n)
             if is_last:
                 if not self.memory.measured:
                     self._measure(decoding)
                 self._gain(request, events)
-                if not decoding.run.finished:
+                if not run.finished:
                     if (session := decoding.call.prefix_session) is not None:
                         session.detach()
                     decoding.check()
@@ -197,15 +198,15 @@ class Steps:
             return
         self.memory.measure(cache)
         with self.lock:
-            for item, request in self.requests.items():
+            for request in self.requests.values():
                 if (other := request.decoding) is not None:
                     lengths = other.longest, min(other.length + 1, other.longest)
-                    bytes_at = [self.memory.needed(item.n_rows, n) for n in lengths]
-                    self.scheduler.resize(item, *bytes_at)
+                    bytes_at = [self.memory.needed(request.n_rows, n) for n in lengths]
+                    self.scheduler.resize(request, *bytes_at)
             too_large, limit = self.scheduler.never_fit(), self.scheduler.max_bytes
-        for item in too_large:
-            text = f"the request needs {item.n_bytes:,.0f} bytes; there are {limit:,.0f}"
-            self.end(self.requests[item], DoesNotFitError(text))
+        for request in too_large:
+            text = f"the request needs {request.n_bytes:,.0f} bytes; there are {limit:,.0f}"
+            self.end(request, DoesNotFitError(text))
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
         """Add the rows of a request, those of ``batch``, to a batch of their form or to a new one."""
@@ -303,9 +304,8 @@ class Steps:
         self.stats.n_failed += error is not None
         self.stats.n_cancelled += reason is not None and error is None
         with self.lock:
-            assert request.item is not None
-            self.scheduler.leave(request.item)
-            del self.requests[request.item]
+            self.scheduler.leave(request)
+            del self.requests[request.id]
         for row in request.end(time.monotonic(), error, generated):
             self.events.append(EngineEvent(row, (), finish_reason=reason, request=request))
 
@@ -317,5 +317,5 @@ class Steps:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            if request.item in self.requests:
+            if request.id in self.requests:
                 self.end(request, as_exception(error))
