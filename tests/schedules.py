@@ -318,7 +318,6 @@ class Play:
         """Nothing is left; each token was counted; nobody waited for longer than all others take."""
         engine = self.engine
         assert not engine.steps.joined
-        assert not engine.steps.alone
         assert not engine.steps.requests
         assert engine.n_rows == engine.n_waiting == engine.scheduler.n_bytes == 0
         assert all(played.request.decoding is None for played in self.played)
@@ -377,7 +376,7 @@ def check_invariants(engine: Engine, requests: list[Any]) -> None:
     # Each row of a batch is of a request that decodes, and each of those has its rows there.
     owners = [each for rows in steps.joined for each in rows.members for _ in each.places]
     decoding = [request for request in live if request.state == "decoding"]
-    joined = [request for request in decoding if request not in steps.alone]
+    joined = [request for request in decoding if not request.stays]
     assert Counter(map(id, owners)) == Counter(
         {id(request.decoding): request.decoding.n_rows for request in joined}
     )

@@ -170,7 +170,6 @@ def test_requests_of_all_ways_equal_their_own_calls(
             assert own[-1].finish_reason == sequence.finish_reason
     assert engine.n_rows == engine.n_waiting == 0
     assert not engine.steps.joined
-    assert not engine.steps.alone
     assert engine.stats.n_finished == len(asked)
 
 

@@ -19,8 +19,15 @@ from ..prepare.config import resolve
 from ..state.call import Request
 from .errors import EngineClosedError, EngineError, ResultTakenError, UnknownRequestError
 from .memory import Memory
-from .prompts import check_arguments, check_numbers, model_inputs
-from .request import EngineEvent, EngineRequest, EngineStats, RequestOutput
+from .request import (
+    EngineEvent,
+    EngineRequest,
+    EngineStats,
+    RequestOutput,
+    check_arguments,
+    check_numbers,
+    model_inputs,
+)
 from .scheduler import Scheduler
 from .serving import Service
 from .steps import CANCELLED, Steps
@@ -117,8 +124,7 @@ class Engine:
         Raises what ``generate`` raises for arguments that cannot be used, ``QueueFullError``,
         ``DoesNotFitError`` for a request that never fits, and ``EngineClosedError``.
         """
-        self._check_open()
-        self._check_thread()
+        self._check_usable()
         check_numbers(priority, timeout)
         now = time.monotonic()
         arguments = self._arguments(prompt, kwargs)
@@ -248,8 +254,7 @@ class Engine:
         ``EngineClosedError`` after ``close``, and ``EngineError`` in a callback of a step.
         """
         with self._turn():
-            self._check_open()
-            self._check_thread()
+            self._check_usable()
             events = self.steps.step()
             self._keep_done(events)
             return events
@@ -277,10 +282,6 @@ class Engine:
         for old in list(itertools.islice(self._done, max(len(self._done) - MAX_DONE, 0))):
             del self._done[old]
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineClosedError("The engine was closed: make another one.")
-
     # ------------------------------------------------------------ serving
 
     def serving(self, observe: Callable[[RequestOutput], None] | None = None) -> Service:
@@ -298,7 +299,9 @@ class Engine:
             )
         self._server = thread
 
-    def _check_thread(self) -> None:
+    def _check_usable(self, is_closing: bool = False) -> None:
+        if self._is_closed and not is_closing:
+            raise EngineClosedError("The engine was closed: make another one.")
         if self._server is not None and threading.current_thread() is not self._server:
             raise EngineError("The thread of a service steps this engine: use the service.")
 
@@ -306,7 +309,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests and release their memory. Results stay available."""
-        self._check_thread()
+        self._check_usable(is_closing=True)
         with self._turn():
             for request in list(self.steps.requests.values()):
                 request.ends_as = request.ends_as or CANCELLED

@@ -46,7 +46,7 @@ class Item:
     is_whole: bool = False  # its prefill cannot be cut into chunks
     n_done: int = 0  # tokens prefilled
     n_bytes_now: float | None = None  # not known: all of `n_bytes` is reserved
-    stays: bool = False  # it cannot be taken out
+    stays: bool = False  # beside the batches: it cannot be taken out
 
     # Written by the scheduler.
     arrived: float = field(default=0.0, init=False)  # seconds
@@ -106,6 +106,7 @@ def priority(item: Item) -> float:
 POLICIES: dict[str, Callable[[Item], float]] = {"fcfs": fcfs, "srpt": srpt, "priority": priority}
 
 
+@dataclass(eq=False, kw_only=True)
 class Scheduler:
     """Items wait, prefill, decode and leave; their rows and bytes are theirs from admission on.
 
@@ -123,38 +124,30 @@ class Scheduler:
         max_queue: Items that may wait, or None.
     """
 
-    def __init__(
-        self,
-        *,
-        max_rows: int,
-        max_bytes: float = inf,
-        prefill_tokens: int = 2048,
-        policy: str = "fcfs",
-        max_queue: int | None = None,
-        optimistic: bool = False,
-    ) -> None:
-        counts = {"max_rows": max_rows, "prefill_tokens": prefill_tokens}
-        if max_queue is not None:
-            counts["max_queue"] = max_queue
-        for name, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    max_rows: int
+    max_bytes: float = inf
+    prefill_tokens: int = 2048
+    policy: str = "fcfs"
+    max_queue: int | None = None
+    optimistic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "prefill_tokens", "max_queue"):
+            value = getattr(self, name)
+            is_none = name == "max_queue" and value is None
+            if not is_none and (type(value) is not int or value < 1):
                 raise ValueError(f"`{name}` has to be an integer of 1 or more, but is {value!r}.")
-        if not max_bytes > 0:
-            raise ValueError(f"`max_bytes` has to be positive, but is {max_bytes!r}.")
-        if not isinstance(policy, str) or policy not in POLICIES:
-            raise ValueError(f"`policy` has to be one of {[*POLICIES]}, but is {policy!r}.")
-        self.max_rows = max_rows
-        self.max_bytes = max_bytes
-        self.prefill_tokens = prefill_tokens
-        self.max_queue = max_queue
-        self.optimistic = optimistic
+        if not self.max_bytes > 0:
+            raise ValueError(f"`max_bytes` has to be positive, but is {self.max_bytes!r}.")
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
+            raise ValueError(f"`policy` has to be one of {[*POLICIES]}, but is {self.policy!r}.")
         self.one_at_a_time = False  # admit no item while another one is in prefill or decoding
         self.waiting: list[Any] = []  # items, in policy order
         self.prefilling: list[Any] = []
         self.decoding: list[Any] = []
         self.n_rows = 0
         self.n_bytes: float = 0
-        self._policy = POLICIES[policy]
+        self._policy = POLICIES[self.policy]
         self._n_added = 0
         self._clock = 0  # tokens prefilled for all items, and `PER_REQUEST` for each that began
 

@@ -23,8 +23,7 @@ from .drafting import DraftingRows
 from .errors import DoesNotFitError, as_exception
 from .joined import JoinedRows
 from .memory import Memory, make_way, put_back
-from .prompts import keeps_states
-from .request import EngineEvent, EngineRequest, EngineStats
+from .request import EngineEvent, EngineRequest, EngineStats, keeps_states
 from .scheduler import Chunk, Scheduler
 
 #: A prompt shares a forward with longer ones if it has at least this share of the longest's tokens.
@@ -42,8 +41,6 @@ class Steps:
         #: Batches of decoding rows: for each form of caches, and there for rows of similar length.
         self.joined: list[JoinedRows] = []
         self.classes = Classes(model, memory)
-        #: Requests that decode by themselves, beside the batches.
-        self.alone: list[EngineRequest] = []
         self.requests: dict[str, EngineRequest] = {}
         self.lock = Lock()
         #: Some were added since the model was last looked at, which takes 1 ms.
@@ -87,7 +84,8 @@ class Steps:
                 self.has_new_requests = False
             plan = self.scheduler.plan(time.monotonic())
         plan = [chunk for chunk in plan if not put_back(self, chunk)]
-        joined, alone = list(self.joined), list(self.alone)
+        joined = list(self.joined)
+        alone = [request for request in self.scheduler.decoding if request.stays]
         self._forward_prompts(plan)
         for rows in joined:
             self._decode(rows)
@@ -174,7 +172,6 @@ class Steps:
         with self.failures_of(request):
             if not decoding.joins:
                 self.scheduler.advance(request, request.n_left)
-                self.alone.append(request)
                 return
             n = min(n_tokens, request.n_left)
             is_last = n == request.n_left
@@ -285,7 +282,6 @@ class Steps:
         # One that has come to its end may be cancelled by another thread just now.
         has_ended = decoding is not None and decoding.run.finished
         reason = None if has_ended else request.ends_as
-        self.alone = [other for other in self.alone if other is not request]
         if decoding is not None:
             for rows in self.joined:
                 if decoding in rows.moves:

@@ -23,8 +23,7 @@ from ..prepare.config import resolve
 from ..state.call import Request
 from .engine import Engine
 from .many import outputs
-from .prompts import model_inputs
-from .request import EngineEvent, RequestOutput
+from .request import EngineEvent, RequestOutput, model_inputs
 
 logger = logging.get_logger("ContinuousBatchingLogger")
 
