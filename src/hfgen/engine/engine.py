@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -36,7 +36,7 @@ from .steps import CANCELLED, Steps
 MAX_DONE = 1024
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Decodes many requests at once; each gets the tokens that ``model.generate`` gives it alone.
 
     It has no thread: ``step``, ``events`` and ``result`` decode in the caller's. All methods may be called
@@ -321,9 +321,6 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("An engine cannot be copied or pickled: make another one for the model.")
-
-    def __enter__(self) -> Engine:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -194,7 +194,7 @@ class Service:
                 self.observe(item.output)
 
 
-class ServiceRequest(AsyncIterator["EngineEvent"]):
+class ServiceRequest(AsyncIterator["EngineEvent"], AbstractAsyncContextManager["ServiceRequest"]):
     """A request of a service: an iterator of its events, and then its ``output``.
 
     It ends when ``async with request`` is left, by ``cancel()``, when the task that waits for it is
@@ -242,9 +242,6 @@ class ServiceRequest(AsyncIterator["EngineEvent"]):
     async def aclose(self) -> None:
         """``cancel``, as of any asynchronous iterator."""
         self.cancel()
-
-    async def __aenter__(self) -> ServiceRequest:
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         self.cancel()

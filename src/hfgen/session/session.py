@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ from .arguments import IDS, REFUSED, check_each, check_number, edits_of, ids_of,
 from .row import Row
 from .states import MayJoin, forward, logits_of
 
-T = TypeVar("T", bound=Callable[..., Any])
-
 
 class SessionError(RuntimeError):
     """A session refuses an operation, and stays as it was."""
@@ -39,18 +36,7 @@ class SessionBusyError(SessionError):
     """Two threads use a session at once, or a callback of a step uses its session."""
 
 
-def _operation(function: T) -> T:
-    """Run a method without gradients, unless the session is closed or in use."""
-
-    @wraps(function)
-    def checked(self: Session, *args: Any, **kwargs: Any) -> Any:
-        with self._turn():
-            return function(self, *args, **kwargs)
-
-    return checked  # type: ignore[return-value]
-
-
-class Session:
+class Session(AbstractContextManager["Session"]):
     """Rows that decode step by step, each with the tokens of its own ``generate``, and keep their cache.
 
     Args:
@@ -130,28 +116,28 @@ class Session:
         return sum(states.nbytes for states in {*every} if states is not None)
 
     @property
-    @_operation
     def logits(self) -> Tensor:
         """The model's logits of the next token of each row, ``(rows, vocab)`` float32; forwarded once."""
-        self._forward(self._rows)
-        return logits_of(self._rows)
+        with self._turn():
+            self._forward(self._rows)
+            return logits_of(self._rows)
 
     @property
-    @_operation
     def activations(self) -> dict[str, list[Tensor]]:
         """What the modules of ``record=`` return for each row, ``(tokens, width)``, by a forward of its ids."""
-        by_module: dict[str, list[Tensor]] = {}
-        for number, row in enumerate(self._rows):
-            row.activations(number, by_module)
-        return by_module
+        with self._turn():
+            by_module: dict[str, list[Tensor]] = {}
+            for number, row in enumerate(self._rows):
+                row.activations(number, by_module)
+            return by_module
 
-    @_operation
     def call(self, row: int) -> dict[str, Any]:
         """Arguments with which ``model.generate`` decodes ``row`` alone, from an empty cache.
 
         Its tokens are those of the row, and, if that has not ended, what comes after them.
         """
-        return self._rows[self._index(row)].as_call()
+        with self._turn():
+            return self._rows[self._index(row)].as_call()
 
     # ------------------------------------------------------------ operations
 
@@ -192,28 +178,28 @@ class Session:
             raise
         return events
 
-    @_operation
     def fork(self, n: int = 1) -> Session:
         """A session with each row ``n`` times, next to each other; this one stays as it is.
 
         The first copy goes on with the seed of its row; the others have seeds of their own, by their number and
         the length of the row. States are copied when a copy is first stepped.
         """
-        check_number(n, "n", 1)
-        if n > 1:  # the copies share what is forwarded of their row
-            self._forward([row for row in self._rows if row.states is None])
-        copies = [row.copy(number) for row in self._rows for number in range(n)]
-        for row in (*self._rows, *copies):
-            row.take_snapshot()
-        return self._of(copies)
+        with self._turn():
+            check_number(n, "n", 1)
+            if n > 1:  # the copies share what is forwarded of their row
+                self._forward([row for row in self._rows if row.states is None])
+            copies = [row.copy(number) for row in self._rows for number in range(n)]
+            for row in (*self._rows, *copies):
+                row.take_snapshot()
+            return self._of(copies)
 
-    @_operation
     def keep(self, rows: Sequence[int]) -> Session:
         """A session of some rows, in this order; this one stays as it is."""
-        places = [self._index(row) for row in rows]
-        if not places:
-            raise ValueError("`rows` is empty: a session has at least one row.")
-        return self._of([self._rows[place].copy() for place in places])
+        with self._turn():
+            places = [self._index(row) for row in rows]
+            if not places:
+                raise ValueError("`rows` is empty: a session has at least one row.")
+            return self._of([self._rows[place].copy() for place in places])
 
     def join(self, other: Session) -> Session:
         """A session of the rows of both, which stay as they are."""
@@ -226,59 +212,61 @@ class Session:
         with self._turn(), nullcontext() if other is self else other._turn():
             return self._of([row.copy() for row in (*self._rows, *other._rows)])
 
-    @_operation
     def rewind(self, n: int | Sequence[int]) -> None:
         """Remove the last ``n`` generated tokens, of all rows or one number for each; they go on from there.
 
         Raises ``ValueError`` for more tokens than a row has behind its prompt.
         """
-        numbers: Any = [n] * len(self) if isinstance(n, Integral) else n
-        check_each(numbers, "n", len(self))
-        for index, (row, number) in enumerate(zip(self._rows, numbers, strict=True)):
-            check_number(number, "n", 0)
-            if number > (most := row.n_tokens - row.n_prompt):
-                raise ValueError(
-                    f"Row {index} has {most} tokens behind its prompt, so that {number} cannot be removed."
-                )
-        for row, number in zip(self._rows, numbers, strict=True):
-            row.rewind(number)
+        with self._turn():
+            numbers: Any = [n] * len(self) if isinstance(n, Integral) else n
+            check_each(numbers, "n", len(self))
+            for index, (row, number) in enumerate(zip(self._rows, numbers, strict=True)):
+                check_number(number, "n", 0)
+                if number > (most := row.n_tokens - row.n_prompt):
+                    raise ValueError(
+                        f"Row {index} has {most} tokens behind its prompt, so that {number} cannot be removed."
+                    )
+            for row, number in zip(self._rows, numbers, strict=True):
+                row.rewind(number)
 
-    @_operation
     def feed(self, tokens: Sequence[Any]) -> None:
         """Append tokens that somebody else chose: for each row a list of ids, or text with a tokenizer.
 
         They count as generated, and are forwarded with the next token. A row that had ended goes on.
         """
-        check_each(tokens, "tokens", len(self))
-        fed = [ids_of(each, row) for each, row in zip(tokens, self._rows, strict=True)]
-        for row, ids in zip(self._rows, fed, strict=True):
-            row.feed(ids)
+        with self._turn():
+            check_each(tokens, "tokens", len(self))
+            fed = [ids_of(each, row) for each, row in zip(tokens, self._rows, strict=True)]
+            for row, ids in zip(self._rows, fed, strict=True):
+                row.feed(ids)
 
-    @_operation
     def set(self, *, row: int | None = None, **arguments: Any) -> None:
         """Set arguments of ``generate``, but for inputs, of one row or of all, from the next token on.
 
         Raises what ``generate`` raises for values that cannot be used.
         """
-        places = range(len(self)) if row is None else [self._index(row)]
-        for name, value in arguments.items():
-            if name in REFUSED and value:
-                raise ValueError(f"`{name}` cannot be used in a session: {REFUSED[name]}.")
-            held = self._rows[0].arguments.get(name)
-            if name in (*IDS, *TOKEN_DIM) or isinstance(held, Tensor):
-                raise ValueError(f"`{name}` is an input of the prompt, which is forwarded already.")
-        changed = {}
-        for place in places:
-            of_row = dict(arguments)
-            if edits := arguments.get("interventions"):
-                of_row["interventions"] = edits_of(edits, place, len(self))
-            changed[place] = self._rows[place].copy(**of_row)
-        for place, row_after in changed.items():
-            if (states := row_after.states) is None:
-                self._rows[place].leave_states()
-            elif not states.is_shared:
-                states.rows[row_after.place] = row_after
-            self._rows[place] = row_after
+        with self._turn():
+            places = range(len(self)) if row is None else [self._index(row)]
+            for name, value in arguments.items():
+                if name in REFUSED and value:
+                    raise ValueError(f"`{name}` cannot be used in a session: {REFUSED[name]}.")
+                held = self._rows[0].arguments.get(name)
+                if name in (*IDS, *TOKEN_DIM) or isinstance(held, Tensor):
+                    raise ValueError(
+                        f"`{name}` is an input of the prompt, which is forwarded already."
+                    )
+            changed = {}
+            for place in places:
+                of_row = dict(arguments)
+                if edits := arguments.get("interventions"):
+                    of_row["interventions"] = edits_of(edits, place, len(self))
+                changed[place] = self._rows[place].copy(**of_row)
+            for place, row_after in changed.items():
+                if (states := row_after.states) is None:
+                    self._rows[place].leave_states()
+                elif not states.is_shared:
+                    states.rows[row_after.place] = row_after
+                self._rows[place] = row_after
 
     def close(self) -> None:
         """Drop the rows and their caches; other sessions keep theirs."""
@@ -288,9 +276,6 @@ class Session:
             for row in self._rows:
                 row.leave_states()
             self._rows, self._is_closed = [], True
-
-    def __enter__(self) -> Session:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -320,6 +305,7 @@ class Session:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
+        """Without gradients, unless the session is closed or in use."""
         if not self._lock.acquire(blocking=False):
             raise SessionBusyError(
                 "The session is in use: by another thread, or by the step that calls this. fork() it for a second "

@@ -7,7 +7,7 @@ import contextvars
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, closing
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .events import Rows, StreamEvent
 AHEAD = 4
 
 
-class Stream(Iterator[StreamEvent]):
+class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
     """The events of a call, decoded in the consumer's thread as it asks for them.
 
     A row has an event for each step in which it gains something. Closing the stream ends decoding
@@ -60,9 +60,6 @@ class Stream(Iterator[StreamEvent]):
         self._steps.close()
         self._ready.clear()
 
-    def __enter__(self) -> Stream:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -96,7 +93,7 @@ def _decode(
         call.release()
 
 
-class AsyncStream(AsyncIterator[StreamEvent]):
+class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["AsyncStream"]):
     """The events of a call, decoded in a thread of its own, a few events ahead of the consumer.
 
     The thread starts with the first event that is asked for. Decoding ends at the next step when the
@@ -155,9 +152,6 @@ class AsyncStream(AsyncIterator[StreamEvent]):
         if (ended := self._stop()) is not None and thread is not None:
             await asyncio.wrap_future(ended)
             thread.shutdown()  # it has nothing left to do
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
