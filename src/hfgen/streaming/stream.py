@@ -114,8 +114,10 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         if self._call is not None:
             self._thread = ThreadPoolExecutor(1, "hfgen-astream")
             self._run: Any = contextvars.copy_context().run
-            self._steps = _items(*self._call)
-            self._call = None
+            (model, request), self._call = self._call, None
+            device = model.device.type  # threads do not inherit its autocast
+            cast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+            self._steps = _items(model, request, torch.autocast(device, *cast))
         if self._thread is None:
             raise StopAsyncIteration
         try:
@@ -161,16 +163,8 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
             self._stop()
 
 
-def _items(model: Any, request: Request) -> Generator[Any, None, None]:
-    """The events, and then what ``generate`` returns, under the autocast of the caller's thread."""
-    device_type = model.device.type
-    is_cast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if is_cast else None
-    autocast = torch.autocast(device_type, dtype, enabled=is_cast)  # which threads do not inherit
-
-    def items() -> Generator[Any, None, None]:
-        with autocast, Stream(model, request) as stream:
-            yield from stream
-            yield stream.result
-
-    return items()
+def _items(model: Any, request: Request, autocast: Any) -> Generator[Any, None, None]:
+    """The events, and then what ``generate`` returns."""
+    with autocast, Stream(model, request) as stream:
+        yield from stream
+        yield stream.result
