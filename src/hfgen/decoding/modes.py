@@ -35,8 +35,6 @@ class Mode:
     hook: str
     #: ``refusals(model, config)``, if it has that, yields why it cannot decode with these.
     strategy: type
-    #: Makes the strategy of a run and the arguments of the mode; by default of the run alone.
-    make: Callable[[Run, dict[str, Any]], Strategy] | None = None
 
     @property
     def name(self) -> str:
@@ -44,7 +42,13 @@ class Mode:
         return str(self.kind.value).replace("_", " ")
 
     def start(self, run: Run, arguments: dict[str, Any]) -> Strategy:
-        return self.strategy(run) if self.make is None else self.make(run, arguments)
+        """The strategy of a run, and of the ``arguments`` of the mode where it drafts."""
+        if self.strategy is not Assisted:
+            return self.strategy(run)
+        if is_zero(run.config.max_new_tokens):  # nothing to draft: the prompt as it is
+            return Sample(run)
+        names = ("assistant_model", "tokenizer", "assistant_tokenizer", "inputs_tensor")
+        return Assisted(Setup(run, *(arguments.get(name) for name in names)))
 
     @property
     def decode(self) -> Callable[..., Any]:
@@ -57,13 +61,6 @@ class Mode:
         if is_own_beams and any(is_replaced(name, cls) for name in PARTS_OF_BEAM_SEARCH):
             return _upstreams_beam_search
         return method
-
-
-def _assisted(run: Run, arguments: dict[str, Any]) -> Strategy:
-    if is_zero(run.config.max_new_tokens):  # nothing to draft: the prompt as it is
-        return Sample(run)
-    names = ("assistant_model", "tokenizer", "assistant_tokenizer", "inputs_tensor")
-    return Assisted(Setup(run, *(arguments.get(name) for name in names)))
 
 
 #: The parts of transformers' beam search that are methods, which hfgen's does not call.
@@ -80,7 +77,7 @@ _ROWS = (
     Mode(_K.SAMPLE, "_sample", Sample),
     Mode(_K.BEAM_SEARCH, "_beam_search", Beam),
     Mode(_K.BEAM_SAMPLE, "_beam_search", Beam),
-    Mode(_K.ASSISTED_GENERATION, "_assisted_decoding", Assisted, _assisted),
+    Mode(_K.ASSISTED_GENERATION, "_assisted_decoding", Assisted),
     Mode(_K.CONTRASTIVE_SEARCH, "_contrastive_search", Contrastive),
     Mode(_K.DOLA_GENERATION, "_dola_decoding", Dola),
     Mode(_K.GROUP_BEAM_SEARCH, "_group_beam_search", GroupBeam),
