@@ -23,7 +23,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.running.exact import InexactError, followed, is_exact, probe, spans
+from hfgen.running.exact import InexactError, attention, followed, is_exact, trial
 from hfgen.running.exact.followed import with_followed_calls
 from hfgen.tools.cli import app
 from tests import tiny
@@ -232,17 +232,17 @@ def test_families_are_refused_by_the_operation_that_is_not_exact() -> None:
 def test_an_operation_that_fails_the_probe_is_named(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spans, "TILE", 1)
+    monkeypatch.setattr(attention, "TILE", 1)
     with pytest.raises(ValueError, match=r"Linear\(.* in float32 is not exact on this machine"):
         hfgen.exact(model)
     assert not is_exact(model)
 
 
 def test_the_probe_says_which_rows_differ() -> None:
-    values = torch.randn(probe.ROWS, 8)
-    assert probe.try_rows(lambda x: x * 2, values) is None
-    assert probe.try_rows(lambda x: x + len(x), values) == "1 rows from row 0 on of 64"
-    by_place = probe.try_rows(lambda x: x + torch.arange(len(x))[:, None], values)
+    values = torch.randn(trial.ROWS, 8)
+    assert trial.try_rows(lambda x: x * 2, values) is None
+    assert trial.try_rows(lambda x: x + len(x), values) == "1 rows from row 0 on of 64"
+    by_place = trial.try_rows(lambda x: x + torch.arange(len(x))[:, None], values)
     assert by_place == "1 rows from row 1 on of 64"
 
 
@@ -387,7 +387,10 @@ class OwnAttention(torch.nn.Module):
 )
 def test_attention_of_a_module_is_followed(change: Any) -> None:
     module = OwnAttention(change)
-    states, mask = torch.randn(2, 1, 9, 16), spans.exact_mask(batch_size=2, q_length=9, kv_length=9)
+    states, mask = (
+        torch.randn(2, 1, 9, 16),
+        attention.exact_mask(batch_size=2, q_length=9, kv_length=9),
+    )
     expected, _ = module(states, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
     output, weights = with_followed_calls(module, states, mask)
     assert weights is None

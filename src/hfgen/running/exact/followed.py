@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..linears.forward import own_forward
-from .attention import exact_attention
+from .attention import HIDDEN, exact_attention, spans_of
 from .layers import ATTENDING, BADDBMM, MATMUL, ExactCalls, refusal
-from .spans import HIDDEN, spans_of
 
 #: Products of activations that may be attention.
 FOLLOWED = (*MATMUL, *ATTENDING)

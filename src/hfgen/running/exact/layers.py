@@ -19,16 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook as after_each
+from torch.nn.modules.module import register_module_forward_pre_hook as before_each
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
 from ..linears.forward import PackedForward, own_forward
-from .attention import exact_attention
-from .spans import NAME, in_tiles
+from .attention import NAME, exact_attention, in_tiles
 
 #: Products of activations with a weight, by the functions that models call.
 LINEAR = (F.linear, torch._C._nn.linear)
@@ -138,25 +135,27 @@ class ExactCalls(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in LINEAR:
-            return tiled(partial(function, **kwargs), *args)
-        if function in ADDMM and args[1].dim() == 2 and not kwargs:
-            return tiled(partial(function, args[0]), *args[1:])
-        if function in MATMUL and args[1].dim() == 2 and not kwargs:
-            return tiled(function, *args)
-        if function in BMM and isinstance(args[1], nn.Parameter) and not kwargs:
-            rows = args[0].shape[1]
-            least = SMALLEST // args[1][0].numel() + 1
-            return function(in_tiles(args[0], least), args[1])[:, :rows].contiguous()
-        if function in POINTWISE and is_of_numbers((*args, *kwargs.values())):
-            return in_vectors(function, *args, **kwargs)
-        return function(*args, **kwargs)
+        exact = exact_call(function, args, kwargs)
+        return function(*args, **kwargs) if exact is None else exact()
 
 
-def is_of_numbers(args: tuple[Any, ...]) -> bool:
-    """Whether the first of ``args`` is the only tensor, and has a dimension."""
-    is_tensor = [isinstance(value, Tensor) for value in args]
-    return is_tensor[0] and sum(is_tensor) == 1 and args[0].dim() > 0
+def exact_call(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Tensor] | None:
+    """``function(*args, **kwargs)`` in whole tiles or vectors; ``None`` where neither is needed, or known."""
+    if function in LINEAR:
+        return partial(tiled, partial(function, **kwargs), *args)
+    if function in ADDMM and not kwargs and args[1].dim() == 2:
+        return partial(tiled, partial(function, args[0]), *args[1:])
+    if function in MATMUL and not kwargs and args[1].dim() == 2:
+        return partial(tiled, function, *args)
+    if function in BMM and not kwargs and isinstance(args[1], nn.Parameter):
+        return partial(tiled_batches, function, *args)
+    if function in POINTWISE:
+        is_tensor = [isinstance(value, Tensor) for value in (*args, *kwargs.values())]
+        if is_tensor[0] and sum(is_tensor) == 1 and args[0].dim() > 0:
+            return partial(in_vectors, function, *args, **kwargs)
+    return None
 
 
 def in_vectors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -176,6 +175,12 @@ def tiled(product: Callable[..., Tensor], input: Tensor, weight: Tensor, *rest: 
     least = SMALLEST // weight.numel() + 1
     output = product(in_tiles(rows, least), weight, *rest)[: len(rows)]
     return output.reshape(*input.shape[:-1], output.shape[-1])
+
+
+def tiled_batches(product: Callable[..., Tensor], input: Tensor, weights: Tensor) -> Tensor:
+    """``product`` of each of ``input (batches, rows, in)`` with its own of ``weights``, in whole tiles."""
+    least = SMALLEST // weights[0].numel() + 1
+    return product(in_tiles(input, least), weights)[:, : input.shape[1]].contiguous()
 
 
 def with_exact_calls(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -213,24 +218,16 @@ class Recorder(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.stack and type(self.stack[-1]).forward is not nn.Linear.forward:
-            self._note(function, (*args, *kwargs.values()))
+        if self.stack and type(module := self.stack[-1]).forward is not nn.Linear.forward:
+            if exact_call(function, args, kwargs) is not None:
+                if function not in POINTWISE or args[0].shape[-1] % self.whole:
+                    self.callers.add(module)
+            # The product of rotary positions has one summand.
+            elif function in ATTENDING or (function in MATMUL and args[0].shape[-1] > 1):
+                self.attending[module] = function.__name__
+            elif function in OTHERS:
+                self.refused[module] = function.__name__
         return function(*args, **kwargs)
-
-    def _note(self, function: Any, args: tuple[Any, ...]) -> None:
-        module = self.stack[-1]
-        if (
-            function in (*LINEAR, *ADDMM)
-            or (function in BMM and isinstance(args[1], nn.Parameter))
-            or (function in MATMUL and args[1].dim() == 2 and len(args) == 2)
-            or (function in POINTWISE and is_of_numbers(args) and args[0].shape[-1] % self.whole)
-        ):
-            self.callers.add(module)
-        # The product of rotary positions has one summand.
-        elif function in ATTENDING or (function in MATMUL and args[0].shape[-1] > 1):
-            self.attending[module] = function.__name__
-        elif function in OTHERS:
-            self.refused[module] = function.__name__
 
     @contextmanager
     def following(self) -> Iterator[Recorder]:
@@ -247,8 +244,8 @@ class Recorder(TorchFunctionMode):
         AttentionInterface.register(NAME, unseen)
         try:
             with (
-                register_module_forward_pre_hook(lambda module, args: self.stack.append(module)),
-                register_module_forward_hook(pop, always_call=True),
+                before_each(lambda module, args: self.stack.append(module)),
+                after_each(pop, always_call=True),
                 self,
             ):
                 yield self

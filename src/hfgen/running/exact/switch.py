@@ -14,10 +14,10 @@ from ... import families
 from ..linears import choice
 from ..linears.forward import PackedForward
 from ..row_states import foreign_code
-from . import layers, probe, trial
+from . import layers, trial
+from .attention import NAME
 from .followed import with_followed_calls
-from .probe import Operation
-from .spans import NAME
+from .trial import Operation
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -228,8 +228,8 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, int, int]]:
 def _probed(model: Any, shapes: set[tuple[int, int, int]]) -> tuple[Operation, ...]:
     """Probe each kind of operation, then the model; raise ``InexactError`` for what is not exact."""
     operations = (
-        *probe.of_layers(model),
-        *(probe.of_attention(*shape, model.dtype) for shape in sorted(shapes)),
+        *trial.of_layers(model),
+        *(trial.of_attention(*shape, model.dtype) for shape in sorted(shapes)),
     )
     for operation in operations:
         if operation.differs is not None:
