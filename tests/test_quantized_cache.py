@@ -18,8 +18,18 @@ from transformers import DynamicCache, EncoderDecoderCache, Qwen2Config, Qwen2Fo
 import hfgen
 from benchmarks import quantized_cache as benchmark
 from hfgen.memory.caches.layers import record_past, roll_back
-from hfgen.memory.caches.packing import CHANNELS, TOKENS, Grouping, Packed, Scratch, pack, unpack
-from hfgen.memory.caches.quantized import QuantizedCache, QuantizedLayer, States
+from hfgen.memory.caches.quantized import (
+    CHANNELS,
+    TOKENS,
+    Grouping,
+    Packed,
+    QuantizedCache,
+    QuantizedLayer,
+    Scratch,
+    States,
+    pack,
+    unpack,
+)
 from hfgen.settings.cache_settings import Settings
 from hfgen.settings.logs import logger
 from hfgen.tools.evaluate.live_bytes import LiveBytes
@@ -119,8 +129,8 @@ def test_blocks_do_not_change_what_is_packed(monkeypatch: pytest.MonkeyPatch) ->
     states = random(2, 3, 64, 8)
     grouping = Grouping(4, TOKENS, 8, 8)
     whole = Packed.empty(grouping, states).extended(states)
-    monkeypatch.setattr("hfgen.memory.caches.packing.PACKED_AT_ONCE", {"cpu": 1000})
-    monkeypatch.setattr("hfgen.memory.caches.packing.UNPACKED_AT_ONCE", {"cpu": 1000})
+    monkeypatch.setattr("hfgen.memory.caches.quantized.PACKED_AT_ONCE", 1000)
+    monkeypatch.setattr("hfgen.memory.caches.quantized.UNPACKED_AT_ONCE", 1000)
     in_blocks = Packed.empty(grouping, states).extended(states[:, :, :24])
     in_blocks = in_blocks.extended(states[:, :, 24:])
     for one, other in zip(whole.tensors, in_blocks.tensors, strict=True):
@@ -220,7 +230,7 @@ def test_crop_into_packed_groups_unpacks_what_is_left_of_one() -> None:
     for cache in caches:
         cache.crop(-13)  # 17 are left: 4 groups, and a token of the fifth
     layer = caches[0].layers[0]
-    assert layer.states["keys"].packed.n_groups == 4
+    assert layer.states["keys"].packed.length == 16
     assert layer.states["keys"].recent.shape[2] == 1
     assert torch.equal(layer.keys, before[:, :, :17])
     for cache in caches:
@@ -250,7 +260,7 @@ def test_a_prompt_is_packed_at_once_though_drafts_may_follow() -> None:
     cache = QuantizedCache(tiny.llama().config, Settings(**OPTIONS))
     record_past(cache)
     grow((cache, cache), 1, 15, seed=0)
-    assert cache.layers[0].states["keys"].packed.n_groups > 0
+    assert cache.layers[0].states["keys"].packed.length > 0
 
 
 def test_copies_are_independent_and_pickles_equal() -> None:
@@ -349,8 +359,8 @@ def test_int4_is_below_three_tenths_of_float16() -> None:
 def test_an_update_needs_one_layer_and_a_block(
     is_first: bool, has_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hfgen.memory.caches.packing.PACKED_AT_ONCE", {"cpu": 2**12})
-    monkeypatch.setattr("hfgen.memory.caches.packing.UNPACKED_AT_ONCE", {"cpu": 2**12})
+    monkeypatch.setattr("hfgen.memory.caches.quantized.PACKED_AT_ONCE", 2**12)
+    monkeypatch.setattr("hfgen.memory.caches.quantized.UNPACKED_AT_ONCE", 2**12)
     config = tiny.llama(num_hidden_layers=6).config
     cache = QuantizedCache(config, Settings(4, 8))
     states = random(1, 2, 4000 if is_first else 1, 8)
@@ -471,7 +481,7 @@ def test_int8_writes_what_full_precision_writes(family: str) -> None:
     assert 0 < error < 0.05 * spread
     layers = [layer for layer in ours.past_key_values.layers if isinstance(layer, QuantizedLayer)]
     assert layers
-    assert all(layer.states["values"].packed.n_groups > 0 for layer in layers)
+    assert all(layer.states["values"].packed.length > 0 for layer in layers)
 
 
 @pytest.mark.parametrize("build", [tiny.bart, tiny.t5], ids=["bart", "t5"])
@@ -483,7 +493,7 @@ def test_encoder_decoders_quantise_what_the_decoder_wrote(build: Any) -> None:
     cache = ours.past_key_values
     assert isinstance(cache, EncoderDecoderCache)
     assert isinstance(cache.self_attention_cache, QuantizedCache)
-    assert cache.self_attention_cache.layers[0].states["keys"].packed.n_groups > 0
+    assert cache.self_attention_cache.layers[0].states["keys"].packed.length > 0
     assert torch.equal(ours.sequences, full.sequences)
     beams = {"num_beams": 3, "max_new_tokens": 20}
     assert torch.equal(
@@ -635,7 +645,7 @@ def test_a_model_that_puts_tokens_before_the_prompt() -> None:
     full = scores_of(model, ids, attention_mask=mask)
     options = {"cache_implementation": "quantized", "cache_config": SMALL}
     ours = scores_of(model, ids, attention_mask=mask, **options)
-    assert ours.past_key_values.layers[0].states["keys"].packed.n_groups > 1
+    assert ours.past_key_values.layers[0].states["keys"].packed.length > 8
     error = (ours.scores[1] - full.scores[1]).abs().max()
     assert 0 < error < 0.05 * full.scores[1].std()
 
@@ -775,7 +785,7 @@ def test_memory_is_not_used_again_where_torch_does_not_count_users(
     scratch, like = Scratch(), torch.zeros(8)
     address = scratch.empty((8,), like).data_ptr()
     assert scratch.empty((8,), like).data_ptr() == address  # it was looked up before
-    monkeypatch.setattr("hfgen.memory.caches.packing.use_count", lambda storage: 4)
+    monkeypatch.setattr("hfgen.memory.caches.quantized.use_count", lambda storage: 4)
     kept = scratch.buffer
     assert scratch.empty((8,), like).data_ptr() != address
     assert kept is not scratch.buffer

@@ -33,6 +33,13 @@ def decoder_cache(cache: Any) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
+def parts_of(cache: Any) -> list[Any]:
+    """The caches that have rows: of an encoder-decoder's, those of self-attention and of the encoder."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
+
+
 def layers_of(cache: Any) -> list[Any]:
     """The decoder's layers; none for ``None`` and for caches that are no ``Cache``."""
     return getattr(decoder_cache(cache), "layers", [])
@@ -120,11 +127,7 @@ def count(cache: Any) -> int | None:
 
 def take(cache: Any, rows: Tensor) -> None:
     """Row ``i`` becomes old row ``rows[i]``, in both parts; there may be more or fewer rows."""
-    if isinstance(cache, EncoderDecoderCache):
-        take(cache.self_attention_cache, rows)
-        take(cache.cross_attention_cache, rows)
-        return
-    for layer in cache.layers:
+    for layer in (layer for part in parts_of(cache) for layer in part.layers):
         if getattr(layer, "is_initialized", True):
             layer.reorder_cache(rows)
         if isinstance(layer, StaticLayer) and layer.is_initialized:

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from ... import families
 from .dynamic import KINDS, as_growing, upstream_kind
 from .growing import GrowableTensor, GrowthPolicy, is_nothing, padded
-from .layers import decoder_cache, is_foreign_part
+from .layers import decoder_cache, is_foreign_part, parts_of
 
 #: The kinds of layers whose rows join and leave. A subclass of them may have more states than ``STATES``.
 DECLARED = (*KINDS, LinearAttentionLayer, *families.EMPTY_LAYERS)
@@ -181,7 +181,7 @@ def check(cache: Any, other: Any) -> None:
     """Raise ``ValueError`` for layers of another number, kind or ``form``, or that declare nothing."""
     check_declared(cache)
     check_declared(other)
-    for part, added_part in zip(_parts(cache), _parts(other), strict=True):
+    for part, added_part in zip(parts_of(cache), parts_of(other), strict=True):
         if len(part.layers) != len(added_part.layers):
             raise ValueError(
                 f"Rows of a cache of {len(added_part.layers)} layers cannot be put into one of "
@@ -199,7 +199,7 @@ def check(cache: Any, other: Any) -> None:
 
 def check_declared(cache: Any) -> None:
     """Raise ``ValueError`` for a layer that does not declare how its rows join and leave."""
-    for part in _parts(cache):
+    for part in parts_of(cache):
         name, layers = type(part).__name__, getattr(part, "layers", None)
         if getattr(part, "offloading", False):
             unknown = f"{name} that moves layers between devices by itself"
@@ -222,15 +222,8 @@ def check_declared(cache: Any) -> None:
         )
 
 
-def _parts(cache: Any) -> list[Any]:
-    """The caches that have rows: of an encoder-decoder's, those of self-attention and of the encoder."""
-    if isinstance(cache, EncoderDecoderCache):
-        return [cache.self_attention_cache, cache.cross_attention_cache]
-    return [cache]
-
-
 def _layers(cache: Any) -> list[Any]:
-    return [layer for part in _parts(cache) for layer in part.layers]
+    return [layer for part in parts_of(cache) for layer in part.layers]
 
 
 def _length(cache: Any) -> int:
@@ -243,7 +236,7 @@ def _length(cache: Any) -> int:
 def _layers_with_room(cache: Any) -> list[Any]:
     """The layers, as such that rows can join in place and that do not end with the first call."""
     check_declared(cache)
-    for part in _parts(cache):
+    for part in parts_of(cache):
         growth = getattr(part, "_growth", None) or GrowthPolicy(2 * len(part.layers) or 1)
         growth.max_length = None
         part.layers = [

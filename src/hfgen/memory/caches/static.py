@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import EncoderDecoderCache, GenerationConfig, StaticCache
@@ -74,13 +73,9 @@ def prepare_static_cache(
         # Layers of a kind that is not known here attend to everything, and all share one mask.
         is_whole = not kinds <= {StaticLayer, StaticSlidingWindowLayer}
         visible = VisibleLength(is_whole or not families.masks_filled_static_cache(self))
-        makers = {
-            StaticLayer: lambda length: SlicedStaticLayer.new(length, visible),
-            StaticSlidingWindowLayer: lambda length: PooledSlidingWindowLayer(length, length),
-        }
-        _fill(cache, lease, makers)
+        _fill(cache, lease, visible)
         if cross is not None:
-            _fill(cross, lease, {StaticLayer: PooledLayer})
+            _fill(cross, lease)
     if cross is not None:
         cache = EncoderDecoderCache(cache, cross)
     elif prefill_chunk_size is not None and (shape := self._get_static_cache_init_shape()):
@@ -89,13 +84,19 @@ def prepare_static_cache(
     return cache
 
 
-def _fill(cache: Cache, lease: Lease, makers: Mapping[type, Callable[[int], Any]]) -> None:
-    """Put layers that have their memory from ``lease`` in place of upstream's in ``makers``."""
+def _fill(cache: Cache, lease: Lease, visible: VisibleLength | None = None) -> None:
+    """Put layers that have their memory from ``lease`` in place of upstream's; ``visible``: of a decoder."""
     for index, layer in enumerate(cache.layers):
-        if (make := makers.get(type(layer))) is not None:
-            pooled = make(layer.max_cache_len)
-            pooled._lease, pooled._index = lease, index
-            cache.layers[index] = pooled
+        length = getattr(layer, "max_cache_len", 0)
+        pooled: Any
+        if type(layer) is StaticLayer:
+            pooled = PooledLayer(length) if visible is None else SlicedStaticLayer(length, visible)
+        elif type(layer) is StaticSlidingWindowLayer and visible is not None:
+            pooled = PooledSlidingWindowLayer(length, length)
+        else:
+            continue
+        pooled._lease, pooled._index = lease, index
+        cache.layers[index] = pooled
 
 
 def visible_length(cache: Any) -> VisibleLength | None:

@@ -7,7 +7,7 @@ pass, ``get_mask_sizes`` decides how many tokens attention gets: the filled ones
 from __future__ import annotations
 
 from typing import Any
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class VisibleLength:
         self.is_recorded = False
         #: Whether a graph of the forward is being recorded, which may not depend on the length.
         self.is_recording = False
-        self.layers: list[ref[SlicedStaticLayer]] = []
+        self.layers: WeakSet[SlicedStaticLayer] = WeakSet()
 
     def show(self, start: int, total: int, capacity: int) -> int:
         """Return how many of ``capacity`` tokens attention sees in a forward of tokens ``start:total``."""
@@ -48,17 +48,15 @@ class VisibleLength:
         is_whole = self.is_whole or (self.is_whole_to_prompts and is_prompt)
         self.shown = capacity if is_whole else min(-(-total // grain) * grain, capacity)
         self.total, self.is_open = total, True
-        for layer_ref in self.layers:
-            if (layer := layer_ref()) is not None:
-                layer._adopt()
+        for layer in self.layers:
+            layer._adopt()
         return self.shown
 
     def close(self) -> None:
         """Note the tokens of a compiled forward, unless ``update`` outside of the graph has."""
         if self.is_open:
-            for layer_ref in self.layers:
-                if (layer := layer_ref()) is not None:
-                    layer._note(self.total)
+            for layer in self.layers:
+                layer._note(self.total)
         self.is_open = False
 
 
@@ -171,19 +169,16 @@ class SlicedStaticLayer(Pooled, StaticLayer):
     """Full attention: ``keys (rows, heads, max_cache_len, size)``, of which the filled part is shown."""
 
     _kind = FILLED
-    _visible: VisibleLength
     #: The keys and values that attention sees; they are the first tokens of ``_source``: number, keys, values.
     _seen: tuple[Tensor, Tensor]
     _source: tuple[int | None, Tensor | None, Tensor | None] = (None, None, None)
     _known = 0  # tokens held, as read when ``cumulative_length`` had the version ``_version``
     _version = -1
 
-    @classmethod
-    def new(cls, max_cache_len: int, visible: VisibleLength) -> SlicedStaticLayer:
-        layer = cls(max_cache_len)
-        layer._visible = visible
-        visible.layers.append(ref(layer))
-        return layer
+    def __init__(self, max_cache_len: int, visible: VisibleLength) -> None:
+        super().__init__(max_cache_len)
+        self._visible = visible
+        visible.layers.add(self)
 
     def get_seq_length(self) -> Any:
         """Tokens held: a tensor, or a number; see ``VisibleLength.is_recorded``."""
@@ -236,10 +231,8 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append the new tokens and return the keys and values that attention sees."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._visible.is_recording:
             return self._update_in_graph(key_states, value_states)
-        if self._visible.is_recording:
-            return self._update_by_count(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         added, shape = key_states.shape[-2], self.keys.shape
@@ -275,17 +268,13 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         return keys, values, start
 
     def _update_in_graph(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """``update`` in a compiled graph, which must not depend on the length."""
-        if not self.is_initialized:
-            keys, values = super().update(key_states, value_states)
-            shown = self._visible.shown if self._visible.is_open else self.max_cache_len
-            return keys[:, :, :shown], values[:, :, :shown]
-        if not self._visible.is_open:
-            return super().update(key_states, value_states)
-        return self._update_by_count(key_states, value_states)
-
-    def _update_by_count(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """``update`` in a graph, which must not read the length."""
+        visible = self._visible
+        if not (self.is_initialized and visible.is_open):
+            keys, values = super().update(key_states, value_states)
+            if visible.is_open:
+                keys, values = keys[:, :, : visible.shown], values[:, :, : visible.shown]
+            return keys, values
         (keys, values), count, n = self._seen, self.cumulative_length, key_states.shape[2]
         places = count.view(1) if n == 1 else count + torch.arange(n, device=count.device)
         keys.index_copy_(2, places, key_states)

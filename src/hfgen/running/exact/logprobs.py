@@ -14,11 +14,7 @@ from .layers import check_dropout
 
 
 def token_logprobs(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, *, temperature: float = 1.0
 ) -> Tensor:
     """The log-probability of each token after the tokens before it, ``(rows, length - 1)`` in float32.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache, StaticCache, cache_utils
 
 from ... import families
@@ -14,6 +15,7 @@ from ...memory.caches.dynamic import GrowingCache, upstream_kind
 from ...state.call import Call, ModelKwargs, Prompt
 from ...state.run import Run
 from ..row_states import has_own_hooks
+from .radix import Offset
 
 #: Inputs whose influence on a token's keys and values is known.
 KNOWN = ("attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache")
@@ -56,6 +58,45 @@ class Reason:
 
     text: str
     is_choice: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Row ``i`` has ``ids[i, pads[i]:]``, from ``offsets[i]`` on. ``ids (rows, length)`` on the CPU."""
+
+    ids: Tensor
+    pads: list[int]
+    offsets: list[Offset]
+
+    @classmethod
+    def of(cls, ids: Tensor, model_kwargs: ModelKwargs) -> Layout | Reason:
+        rows, length = ids.shape
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        pads = [0] * rows
+        if mask is not None:
+            mask = mask.cpu()
+            pads = (length - mask.sum(dim=1)).long().tolist()
+            is_left = torch.arange(length) >= torch.tensor(pads)[:, None]
+            if not torch.equal(mask, is_left.to(mask.dtype)):
+                return Reason("`attention_mask` masks more than padding on the left")
+            if max(pads) == length:
+                return Reason("`attention_mask` masks a whole row")
+        if positions is None:
+            return cls(ids.cpu(), pads, [("column", pad) for pad in pads])
+        if positions.ndim == 3 and (positions == positions[0]).all():
+            positions = positions[0]  # multimodal rotary positions, of text alone
+        if positions.ndim != 2 or positions.shape[1] != length:
+            return Reason("`position_ids` is not one position per token")
+        offsets: list[Offset] = []
+        for row, pad in zip(positions.cpu().expand(rows, -1), pads, strict=True):
+            first = int(row[pad])
+            offsets.append(("position", first))
+            if not torch.equal(row[pad:], torch.arange(first, first + length - pad)):
+                return Reason("`position_ids` does not count on from token to token")
+        return cls(ids.cpu(), pads, offsets)
+
+    def tokens(self, row: int, end: int | None = None) -> Tensor:
+        return self.ids[row, self.pads[row] : end].long()
 
 
 def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | None:

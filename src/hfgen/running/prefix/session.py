@@ -6,7 +6,6 @@ ordinary prefill goes on from there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,50 +15,63 @@ from transformers.cache_utils import DynamicLayer
 from ... import families
 from ...memory import fingerprint
 from ...memory.caches.dynamic import GrowingCache, GrowingSlidingWindowLayer
-from ...state.call import ModelKwargs, Prompt, SharedPrompt
+from ...settings.kinds import is_zero
+from ...state.call import Call, ModelKwargs, Prompt, Request, SharedPrompt
 from ...state.run import Run, Step
+from .. import prompts
+from . import eligibility
 from .cache import PrefixCache
-from .eligibility import Reason
-from .radix import KeyValues, Offset, bytes_per_token, size
+from .eligibility import Layout, Reason
+from .radix import KeyValues, bytes_per_token, size
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Row ``i`` has ``ids[i, pads[i]:]``, from ``offsets[i]`` on. ``ids (rows, length)`` on the CPU."""
+def refuse(prefixes: PrefixCache, request: Request, reason: Reason) -> None:
+    """Count a call without stored prefixes. Raises ``ValueError`` if two arguments contradict."""
+    if reason.is_choice and "prefix_cache" in request.kwargs:  # and not the model's attribute
+        raise ValueError(f"`prefix_cache` cannot be used: {reason.text}. Leave one out.")
+    prefixes._bypass(reason.text)
 
-    ids: Tensor
-    pads: list[int]
-    offsets: list[Offset]
 
-    @classmethod
-    def of(cls, ids: Tensor, model_kwargs: ModelKwargs) -> Layout | Reason:
-        rows, length = ids.shape
-        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-        pads = [0] * rows
-        if mask is not None:
-            mask = mask.cpu()
-            pads = (length - mask.sum(dim=1)).long().tolist()
-            is_left = torch.arange(length) >= torch.tensor(pads)[:, None]
-            if not torch.equal(mask, is_left.to(mask.dtype)):
-                return Reason("`attention_mask` masks more than padding on the left")
-            if max(pads) == length:
-                return Reason("`attention_mask` masks a whole row")
-        if positions is None:
-            return cls(ids.cpu(), pads, [("column", pad) for pad in pads])
-        if positions.ndim == 3 and (positions == positions[0]).all():
-            positions = positions[0]  # multimodal rotary positions, of text alone
-        if positions.ndim != 2 or positions.shape[1] != length:
-            return Reason("`position_ids` is not one position per token")
-        offsets: list[Offset] = []
-        for row, pad in zip(positions.cpu().expand(rows, -1), pads, strict=True):
-            first = int(row[pad])
-            offsets.append(("position", first))
-            if not torch.equal(row[pad:], torch.arange(first, first + length - pad)):
-                return Reason("`position_ids` does not count on from token to token")
-        return cls(ids.cpu(), pads, offsets)
+def take_argument(model: Any, request: Request, default: Any = None) -> PrefixCache | None:
+    """The call's ``prefix_cache`` if it has one, else ``default``, else the model's."""
+    prefixes = request.kwargs.get("prefix_cache", default or getattr(model, "prefix_cache", None))
+    if prefixes is None:
+        return None
+    if not isinstance(prefixes, PrefixCache):
+        name = "prefix_cache" if "prefix_cache" in request.kwargs else "model.prefix_cache"
+        value = f"{type(prefixes).__name__} ({str(prefixes)[:60]})"
+        raise TypeError(f"`{name}` has to be a hfgen.PrefixCache, but is {value}.")
+    if request.kwargs.get("cache_implementation") == "paged":
+        refuse(prefixes, request, Reason("`cache_implementation` is 'paged'"))
+        return None
+    return prefixes
 
-    def tokens(self, row: int, end: int | None = None) -> Tensor:
-        return self.ids[row, self.pads[row] : end].long()
+
+def check(
+    prefixes: PrefixCache, model: Any, call: Call, model_kwargs: ModelKwargs
+) -> PrefixCache | None:
+    """``prefixes``, or ``None`` if the call's arguments rule them out. Raises as ``refuse``."""
+    if call.config.is_assistant or is_zero(call.config.max_new_tokens):
+        return None
+    if (reason := eligibility.of_arguments(model, call, model_kwargs)) is None:
+        return prefixes
+    refuse(prefixes, call.request, reason)
+    return None
+
+
+def begin(model: Any, call: Call, prompt: Prompt) -> None:
+    """Fill the call's cache with stored prefixes, and set ``call.prefix_session``; or ``refuse``."""
+    if call.prefixes is None:
+        return
+    rows: Any = call.shared_prompt if prompts.will_share_prefill(model, call, prompt) else prompt
+    layout = eligibility.of_prompt(model, call, prompt) or Layout.of(rows.ids, rows.model_kwargs)
+    if isinstance(layout, Reason):
+        refuse(call.prefixes, call.request, layout)
+        return
+    cache = prompt.model_kwargs["past_key_values"]
+    session = PrefixSession(call.prefixes, model, call.config, cache, rows, layout)
+    session.fill()
+    call.prefix_session = session
 
 
 class PrefixSession:
