@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -288,3 +288,12 @@ def check_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module.training and isinstance(module, _DropoutNd) and module.p > 0:
             raise ValueError(f"exact: {name!r} drops values at random. Call model.eval().")
+
+
+@contextmanager
+def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    """Within, each module of ``model`` calls ``hook(module, args, kwargs, output)`` after its forward."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+        yield

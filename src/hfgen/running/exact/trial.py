@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.module import register_module_forward_hook
 from transformers.masking_utils import bidirectional_mask_function
 
 from ... import families
 from .attention import KEYS, LAST_KEYS, exact_attention, exact_mask
+from .layers import hooked
 
 #: Tokens of the rows of the trial, of which one is long enough that queries are more than a tile.
 TOKENS = (3, 14, 21)
@@ -179,7 +179,7 @@ def first_difference(model: nn.Module, alone: Way, beside: Way, row: int) -> str
                 name = f"{names[module]} ({type(module).__name__})"
                 outputs.setdefault(name, []).append(output)
 
-        with register_module_forward_hook(note, with_kwargs=True):
+        with hooked(model, note):
             way()
         return outputs
 
@@ -321,7 +321,7 @@ def of_layers(model: nn.Module) -> Iterator[Operation]:
         ):
             inputs[module] = args[0]
 
-    with register_module_forward_hook(note, with_kwargs=True):
+    with hooked(model, note):
         run_model(model)
     tried = set()
     for module, example in inputs.items():
