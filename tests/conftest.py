@@ -3,6 +3,8 @@
 import gc
 import os
 
+gc.disable()  # until all is imported, which each collection would walk over
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -19,6 +21,7 @@ def pytest_collection_finish() -> None:
     """Leave what has been imported, a million objects, out of each collection of garbage: a second each."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

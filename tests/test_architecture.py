@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -28,7 +29,12 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in FILES}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """All modules, parsed: some seconds that the first test to ask for them takes."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def imported(name: str, tree: ast.Module, everywhere: bool = True) -> Iterator[str]:
@@ -67,7 +73,7 @@ def test_no_module_imports_one_that_imports_it():
     # `hfgen` itself imports its public names when they are first used.
     graph = {
         name: set(imported(name, tree, everywhere=False)) - {name, "hfgen"}
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
     }
     try:
         TopologicalSorter(graph).prepare()
@@ -86,7 +92,7 @@ def test_no_room_imports_one_above_it():
     """Imports of types and within functions count too."""
     upwards = [
         f"{name} imports {target}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name != "hfgen" and name not in LATE_IMPORTS
         for target in imported(name, tree)
         if target != "hfgen" and floor_of(target) > floor_of(name)
@@ -104,7 +110,7 @@ LATE_IMPORTS = {
 
 
 def test_imports_within_functions_do_not_hide_circles():
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if name in LATE_IMPORTS or name.startswith("hfgen.tools.cli."):
             continue
         late = [
@@ -132,11 +138,11 @@ def calls_of_the_model(tree: ast.Module) -> Iterator[str]:
 def test_nothing_outside_of_execution_calls_the_model():
     found = {
         name: calls
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if not name.startswith("hfgen.running") and (calls := list(calls_of_the_model(tree)))
     }
     assert not found
-    assert list(calls_of_the_model(TREES["hfgen.running.executor"]))  # it does find them
+    assert list(calls_of_the_model(trees()["hfgen.running.executor"]))  # it does find them
 
 
 def test_one_private_name_on_a_generation_config():

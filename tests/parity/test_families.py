@@ -99,7 +99,9 @@ def test_every_causal_language_model_is_built_or_explained() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_same_weights_on_every_build(family: Family) -> None:
+def test_a_family_has_the_same_weights_on_every_build_and_tokens_that_lead_clearly(
+    family: Family,
+) -> None:
     before = torch.random.get_rng_state()
     model, again = family.build(), family.build()
     assert torch.random.get_rng_state().equal(before)
@@ -112,13 +114,7 @@ def test_same_weights_on_every_build(family: Family) -> None:
         assert weight.dtype == torch.float32 or not weight.is_floating_point(), name
         assert weight.equal(others[name]), name
 
-
-CLEAR_CUT = [family for family in FAMILIES if family.name not in NO_LOGITS]
-
-
-@pytest.mark.parametrize("family", CLEAR_CUT, ids=str)
-def test_best_tokens_lead_clearly(family: Family) -> None:
-    model = family.build()
-    can_pad = family.kind == "decoder" and "padding" not in family.unsupported
-    for seed, padded in ((0, False), (1, can_pad)):
-        assert leads(family, model, padded, seed).min() >= MARGIN
+    if family.name not in NO_LOGITS:
+        can_pad = family.kind == "decoder" and "padding" not in family.unsupported
+        for seed, padded in ((0, False), (1, can_pad)):
+            assert leads(family, model, padded, seed).min() >= MARGIN
