@@ -3,8 +3,6 @@
 import gc
 import os
 
-gc.disable()  # until all is imported, which each collection would walk over
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+gc.disable()  # until all is imported, which each collection would walk over
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

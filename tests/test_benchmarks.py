@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -54,6 +54,12 @@ from benchmarks.side_by_side import (
 from hfgen.decoding.strategies.sample import Sample
 from hfgen.running import compiled_layers
 from tests import tiny
+
+
+@pytest.fixture(autouse=True)
+def _frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests have frozen stays so when a benchmark ends."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture
@@ -167,7 +173,6 @@ LOOKUP = Variant("lookup", options={"prompt_lookup_num_tokens": 3})
 def test_speculation_at_its_smallest(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimize: bool
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     edit = Edit("rename `x`", "def f(x):\n    return x\n" * 4, (("x", "y"),))
     monkeypatch.setattr(speculation, "EDITS", (edit, edit))
@@ -411,8 +416,7 @@ def test_the_target_of_log_probabilities() -> None:
     assert logprobs.verdict([], logprobs.TARGET_VOCAB) == ""
 
 
-def test_controls_over_long_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controls, "frozen_garbage", nullcontext)  # a second for each curve here
+def test_controls_over_long_outputs(tmp_path: Path) -> None:
     model = controls.build(vocab=300)
     curves = [
         controls.measure(model, control, library, text, 2, (8, 16), 2)
@@ -505,10 +509,7 @@ def test_the_target_of_stop_strings() -> None:
     assert "**missed**" in verdict(0.06)
 
 
-def test_ways_to_run_a_step_are_measured(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_ways_to_run_a_step_are_measured(subject: Subject, tmp_path: Path) -> None:
     rows = (1, 8)
     result = execution.measure(execution.as_checkpoint(subject), 1e9, 2, rows, 4)
     ways = [name for name, way in execution.WAYS.items() if not way.only]

@@ -41,7 +41,6 @@ def test_code_runs(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a page may write files
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where measured times are kept
     assert run_blocks(page, {"__name__": "page"}) > 0
     assert capsys.readouterr().out.strip()
 

@@ -289,10 +289,10 @@ def plainly(grammars: tuple[Any, ...], prompts: tuple[str, ...], **options: Any)
 @pytest.mark.parametrize("name", DRAFTING)
 def test_drafts_change_no_token(loaded, name):
     grammars = (PERSONS, G.json(KEYS), None, G.regex("(ab){6,20}c"))
-    for rows in (slice(None), *(slice(row, row + 1) for row in range(4))):
+    for rows in (slice(4), slice(1), slice(1, 2), slice(3, 4)):
         given, prompts = grammars[rows], PROMPTS[rows]
-        drafted = generate(loaded, prompts, grammar=[*given], max_new_tokens=60, **DRAFTING[name]())
-        assert torch.equal(drafted, plainly(given, prompts, max_new_tokens=60))
+        drafted = generate(loaded, prompts, grammar=[*given], max_new_tokens=48, **DRAFTING[name]())
+        assert torch.equal(drafted, plainly(given, prompts, max_new_tokens=48))
 
 
 @pytest.mark.parametrize("name", DRAFTING)
