@@ -229,7 +229,7 @@ def test_random_schedules_of_every_kind_of_state(kind: str) -> None:
     counts: Counter[str] = Counter()
 
     @seed(1)
-    @profile(2)
+    @profile(3)
     @given(schedules(requests(ways, NAMES, False, 6, forms), 5, bytes_of(subject)))
     def check(schedule: Schedule) -> None:
         counts.update(Play(subject, schedule).run())
