@@ -299,10 +299,12 @@ class Steps:
         self.stats.n_finished += reason is None
         self.stats.n_failed += error is not None
         self.stats.n_cancelled += reason is not None and error is None
+        # Who sees the state "done" in another thread finds the output.
+        ended_rows = request.end(time.monotonic(), error, generated)
         with self.lock:
             self.scheduler.leave(request)
             del self.requests[request.id]
-        for row in request.end(time.monotonic(), error, generated):
+        for row in ended_rows:
             self.events.append(EngineEvent(row, (), finish_reason=reason, request=request))
 
     @contextmanager
