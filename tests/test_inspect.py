@@ -23,7 +23,7 @@ from hfgen.tools.inspect import Trace
 from hfgen.tools.inspect.tracer import spelled
 from tests import tiny
 from tests.simulated_accelerator import Accelerator, on_device, to_device
-from tests.test_architecture import TREES, imported
+from tests.test_architecture import imported, trees
 
 LENGTH = {"max_new_tokens": 8}
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}
@@ -368,7 +368,7 @@ def test_nothing_of_the_call_stays_in_memory(name: str) -> None:
 def test_nothing_else_imports_it() -> None:
     users = {
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if not name.startswith("hfgen.tools.inspect")
         and any(target.startswith("hfgen.tools.inspect") for target in imported(name, tree))
     }

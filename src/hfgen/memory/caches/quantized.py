@@ -194,7 +194,8 @@ class States:
         n_packed, n_old = self.packed.length, len(self)
         rows, heads, n_new, size = new.shape
         joined = (scratch or Scratch()).empty((rows, heads, n_old + n_new, size), new)
-        self.packed.write_to(joined[:, :, :n_packed])
+        if n_packed:
+            self.packed.write_to(joined[:, :, :n_packed])
         joined[:, :, n_packed:n_old] = self.recent
         joined[:, :, n_old:] = new
         return joined
