@@ -498,21 +498,31 @@ def prefill_of_each_row() -> Iterator[None]:
 
 
 def check(case: Case) -> Report:
-    """Compare both sides of a case; drafted ones, whose forwards are as wide as drafts, also in float64."""
+    """Compare both sides of a case; where forwards have other shapes, by drafts or a shared prefill, also in float64."""
     report = _check(case)
-    if report.differences and case.mode == ASSISTED and report.theirs.error is None:
+    has_other_shapes = case.mode == ASSISTED or is_expanded(case)
+    if report.differences and has_other_shapes and report.theirs.error is None:
         with computing_in_double(case.family):
-            exact = _check(case, DOUBLE_TOLERANCE)
+            exact = _check(case, DOUBLE_TOLERANCE, as_double)
         if exact.theirs.error is None and not exact.differences:
             report.differences, report.excused = [], "rounding: there is none in float64"
     return report
 
 
-def _check(case: Case, tolerance: float = TOLERANCE) -> Report:
+def as_double(call: Call) -> None:
+    """Convert the floats among a call's inputs to float64."""
+    for name, value in call.kwargs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            call.kwargs[name] = value.double()
+
+
+def _check(
+    case: Case, tolerance: float = TOLERANCE, amend: Callable[[Call], None] = lambda call: None
+) -> Report:
     """Run a case on both sides; where sequences differ, say by how little the choice was made."""
     try:
-        theirs = run(upstream(case.family), case)
-        mine = run(ours(case.family), case)
+        theirs = run(upstream(case.family), case, amend=amend)
+        mine = run(ours(case.family), case, amend=amend)
     except Exception as error:  # of the model's or the arguments' making, not of generate
         return Report(case, Outcome(), Outcome(), [f"not run: {type(error).__name__}: {error}"])
     if "assistant" in case.options:  # upstream's warns again in every round
@@ -520,7 +530,7 @@ def _check(case: Case, tolerance: float = TOLERANCE) -> Report:
     differences = compare(theirs, mine, tolerance)
     if differences and is_expanded(case):  # equal but for the kernels that a shared prefill takes?
         with prefill_of_each_row():
-            unshared = run(ours(case.family), case)
+            unshared = run(ours(case.family), case, amend=amend)
         differences = compare(theirs, unshared, tolerance)
         differences += compare(unshared, mine, UNSTEADY.get(case.family, 1e-4))
     excused = None

@@ -26,6 +26,7 @@ from tests.parity.harness import (
     FAMILIES,
     Case,
     Outcome,
+    as_double,
     compare,
     draw_case,
     forget_models,
@@ -293,23 +294,17 @@ def differences_in_double(
 ) -> list[str]:
     """Differences of the same two calls in float64, where the plain one has to give ``expected``."""
     model = in_double(case.family)
-    plain = run(model, case, amend=_as_double)
+    plain = run(model, case, amend=as_double)
     if plain.error is not None:
         return [f"in float64: {plain.error}: {plain.message}"]
     if not torch.equal(sequences(plain), expected):
         return ["in float64 the plain call gives other tokens"]
 
     def amend(call: Call) -> None:
-        _as_double(call)
+        as_double(call)
         enter(call, plain)
 
     return differences(case, plain, run(model, case, amend=amend), DOUBLE_TOLERANCE)
-
-
-def _as_double(call: Call) -> None:
-    for name, value in call.kwargs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            call.kwargs[name] = value.double()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
