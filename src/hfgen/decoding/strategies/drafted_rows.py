@@ -29,8 +29,8 @@ class DraftedRows:
         self.may_look = device.type == "cpu" or self.is_in_step
         self.tokens = run.ids.to(torch.long, copy=True)  # ``(rows, …)``: known, then drafted ones
         self.guesses = self.tokens[:, :0]  # ``(rows, n_new)``: drafted tokens of the round, or -1
-        #: ``(rows,)``: whether a row ends at ``device_known``.
         self._device_known: torch.Tensor | None = None
+        #: ``(rows,)``: whether a row ends at ``device_known``.
         self.device_ended = ~stopping.may_begin(run.criteria, run.ids)
         #: ``(rows,)``: whether a row met a criterion, where no row ends before all do.
         self.is_hit = torch.zeros_like(self.device_ended)

@@ -213,9 +213,8 @@ class PlainMatch:
             choices, guesses = self._read([*choices], rows.guesses)
         rows.drafted = [sum(guess >= 0 for guess in row) for row in guesses]
         known, ended = [*rows.known], [*rows.has_ended]
-        has_open_rows = not all(
-            ended
-        )  # else the round forwards known tokens, and all their scores are returned
+        # A round of ended rows forwards known tokens, and all their scores are returned.
+        has_open_rows = not all(ended)
         goes_on, invalid_at = [not has_ended for has_ended in ended], [-1] * len(known)
         gained: list[list[int]] = [[] for _ in known]
         all_scores: list[Tensor] = []
