@@ -134,8 +134,9 @@ class Scheduler:
     def __post_init__(self) -> None:
         for name in ("max_rows", "prefill_tokens", "max_queue"):
             value = getattr(self, name)
-            is_none = name == "max_queue" and value is None
-            if not is_none and (type(value) is not int or value < 1):
+            if name == "max_queue" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` has to be an integer of 1 or more, but is {value!r}.")
         if not self.max_bytes > 0:
             raise ValueError(f"`max_bytes` has to be positive, but is {self.max_bytes!r}.")
