@@ -279,13 +279,15 @@ def quiet() -> Iterator[tuple[list[warnings.WarningMessage], list[str]]]:
     root = logging.getLogger("transformers")
     logging.Logger.warning_once.cache_clear()
     records, before = _Records(), (root.handlers, root.propagate, root.level)
-    root.handlers, root.propagate, root.level = [records], False, logging.WARNING
+    root.handlers, root.propagate = [records], False
+    root.setLevel(logging.WARNING)  # assigned, its loggers would keep the answers of the level before
     try:
         with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
             warnings.simplefilter("always")
             yield caught, records.seen
     finally:
-        root.handlers, root.propagate, root.level = before
+        root.handlers, root.propagate = before[:2]
+        root.setLevel(before[2])
 
 
 def build_call(model: nn.Module, case: Case, assistant: Callable[[], nn.Module]) -> Call:
