@@ -349,7 +349,7 @@ SOUNDS: list[Family] = [
         within(mel_and_mask("input_features_mask", 16), 2), SOUND | {"text_config": like("qwen3"),
         "audio_config": AUDIO_ENCODER | {"max_source_positions": 8}, "audio_chunk_size": 64}, seed=12, unsupported=NO_PLACES | UNSPLIT),
     speech("qwen3_asr", "Qwen3ASR", within(mel_and_mask("input_features_mask", 100), 13), SOUND | {
-        "text_config": like("qwen3"), "audio_config": like("qwen3_asr_encoder",
+        "pad_token_id": PAD, "text_config": like("qwen3"), "audio_config": like("qwen3_asr_encoder",
         QWEN2_AUDIO_ENCODER, n_window_infer=100, output_dim=16, downsample_hidden_size=4)},
         seed=3, unsupported=NO_PLACES | UNSPLIT),
     speech("musicflamingo", "MusicFlamingo", within(mel_and_mask("input_features_mask", 32), 8),
