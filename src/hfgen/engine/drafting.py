@@ -60,8 +60,7 @@ class DraftingRows(JoinedRows):
         self.n_fed = n_new + 1
         drafts = self._by_place(torch.cat(parts))
         ids = torch.cat([self.ids, drafts], dim=1)
-        outputs, _ = verify(self, self.model.__call__, ids, n_new, return_dict=True)  # type: ignore[arg-type]
-        return outputs
+        return verify(self, self.model.__call__, ids, n_new, return_dict=True)  # type: ignore[arg-type]
 
     def _width(self) -> int:
         """How many columns of drafts to feed: what should make most tokens by time, in all rows."""
