@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import subprocess
 import sys
@@ -187,8 +188,13 @@ def test_choices_share_their_contexts(
     n_tokens.clear()
     found = ours.loglikelihood(requests, True)
     assert sum(n_tokens) < forwarded / 4
-    rel = 1e-4 if dtype == torch.float32 else 0.03
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in theirs], rel=rel)
+    values, expected = ([value for value, _ in each] for each in (found, theirs))
+    if dtype == torch.float32:
+        assert values == pytest.approx(expected, rel=1e-4)
+    else:  # passes of other shapes round otherwise: as near to float32 as lm_eval's own
+        in_float32 = HFLM(**given | {"pretrained": builtin[0]}, batch_size=1)
+        truth = [value for value, _ in in_float32.loglikelihood(requests, True)]
+        assert math.dist(values, truth) < 2 * math.dist(expected, truth)
     assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in theirs]
 
 
