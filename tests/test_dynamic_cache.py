@@ -634,6 +634,38 @@ def test_generate_decodes_with_it_unless_told_otherwise() -> None:
         assert result.past_key_values._growth.max_length == 5
 
 
+@pytest.mark.parametrize("kind", [DynamicLayer, DynamicSlidingWindowLayer])
+@pytest.mark.parametrize(
+    "mode", [{}, {"num_beams": 3}, {"do_sample": True, "num_beams": 2}], ids=str
+)
+def test_a_method_of_a_layer_that_a_library_replaces_is_called(
+    kind: Any, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstreams, calls = kind.update, []
+
+    def update(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(keys.shape)
+        return upstreams(self, 1.5 * keys, values / 2, *args, **kwargs)
+
+    family = "mistral" if kind is DynamicSlidingWindowLayer else "llama"
+    inputs = harness.FAMILIES[family].inputs(harness.upstream(family), 2, False, 0)
+
+    def results() -> list[Any]:
+        found = []
+        for model in (harness.upstream(family), harness.ours(family)):
+            torch.manual_seed(0)
+            calls.clear()
+            found.append((model.generate(**inputs, max_new_tokens=6, **mode).tolist(), [*calls]))
+        return found
+
+    plain, _ = results()
+    monkeypatch.setattr(kind, "update", update)
+    theirs, mine = results()
+    assert mine == theirs
+    assert theirs[1]
+    assert theirs[0] != plain[0]
+
+
 def test_the_cross_attention_of_encoder_decoders_does_not_grow() -> None:
     model = hfgen.mix_into(tiny.t5())
     result = model.generate(tiny.prompt(), max_new_tokens=3, return_dict_in_generate=True)

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import families
 from ..memory import buffers
+from ..memory.caches.dynamic import replaced_method
 from ..state.call import ModelKwargs
 
 #: Packages whose hooks, of models and of modules, look at each row by itself.
@@ -34,6 +35,8 @@ LIBRARIES_OF_LAYERS = (
 #: attends to only with a press, whose hooks are of no known library.
 LIBRARIES_OF_ATTENTION = (*LIBRARIES_OF_LAYERS, "kvpress")
 
+#: Methods in whose place a model may have an object: nnsight's forward is one.
+CALLED = frozenset(("forward", "prepare_inputs_for_generation", "_prefill"))
 _FUNCTIONS = frozenset((FunctionType, MethodType, partial))
 
 #: Tensors by module and name, each with how often it was written to.
@@ -58,8 +61,8 @@ def foreign_code(model: Any) -> str | None:
         attentions.add(getattr(vars(module).get("config"), "_attn_implementation", None))
         for name, value in vars(module).items():
             is_function = type(value) in _FUNCTIONS
-            code = value if is_function else type(value)  # nnsight's forward is an object
-            if (is_function or name == "forward") and not _is_known(code):
+            code = value if is_function else type(value)
+            if (is_function or name in CALLED) and not _is_known(code):
                 return f"{type(module).__name__}.{name}"
         if type(module) not in classes:
             classes |= dict.fromkeys(type(module).__mro__)
@@ -75,6 +78,8 @@ def foreign_code(model: Any) -> str | None:
     for name, function in ALL_ATTENTION_FUNCTIONS.items():
         if name in attentions and not _is_known(function, LIBRARIES_OF_ATTENTION):
             return str(name)
+    if (replaced := replaced_method()) is not None:
+        return replaced
     for hook in _hooks(model):
         if not _is_known(hook, LIBRARIES):
             return str(getattr(hook, "__qualname__", type(hook).__name__))

@@ -222,6 +222,15 @@ class GrowingHybridSlidingLayer(
 KINDS = {upstream: kind for kind, upstream in UPSTREAM_KINDS.items()}
 
 
+def replaced_method() -> str | None:
+    """The name of a method of transformers' layers that a library has replaced, and that is to be called."""
+    for kind in KINDS:
+        for name in ("update", "reorder_cache"):
+            if getattr(getattr(kind, name), "__globals__", None) is not vars(cache_utils):
+                return f"{kind.__name__}.{name}"
+    return None
+
+
 def as_growing(layer: Any, growth: GrowthPolicy) -> Any:
     """The layer, with its states, as one that grows in place, if there is such a kind."""
     kind: Any = KINDS.get(type(layer))
@@ -236,7 +245,7 @@ def as_growing(layer: Any, growth: GrowthPolicy) -> Any:
 
 
 class GrowingCache(DynamicCache):
-    """``DynamicCache`` of layers that grow in place; upstream's, unchanged, with ``offloading=True``.
+    """``DynamicCache`` of layers that grow in place; upstream's, unchanged, if ``offloading`` or patched.
 
     ``max_length``: tokens at the end of the call; buffers get no capacity beyond it.
     """
@@ -247,7 +256,7 @@ class GrowingCache(DynamicCache):
     def __init__(self, *args: Any, max_length: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._growth = growth = GrowthPolicy(max_length=max_length)
-        if self.offloading:
+        if self.offloading or replaced_method() is not None:
             return
         growth.n_tensors = 2 * len(self.layers) or growth.n_tensors
         self.layers = list(map(partial(as_growing, growth=growth), self.layers))
