@@ -304,6 +304,28 @@ def test_no_draw_of_few_where_torch_has_to_be_asked() -> None:
         assert not check_draws(few, 1, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_with_other_defaults_torch_is_asked(dtype: torch.dtype, device: str) -> None:
+    """Tensors are made of torch's default dtype and device: scripts set them to build a model."""
+    scores, before = normal(2, LARGE, 0), torch.get_default_dtype()
+    list_of_all = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)])
+    expected = list_of_all(None, scores)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            assert torch.equal(list_of_all(None, scores), expected)
+            assert survivors.draw(TopKLogitsWarper(5)(None, scores), 1) is None
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_torchs_function_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = TopKLogitsWarper(5)(None, normal(2, LARGE, 0))
+    monkeypatch.setattr(torch, "multinomial", lambda p, n: p.topk(n).indices)
+    assert InvalidScores().draw(few, 1, 0).tolist() == few.argmax(dim=1, keepdim=True).tolist()
+
+
 def test_another_torch_is_noticed() -> None:
     def other(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
         return tensor.copy_(exponential(tensor.double(), **options) * 1.001)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+_multinomial = torch.multinomial
+
 #: For fewer scores, or a smaller vocabulary, a few passes over all take no longer than this search.
 MANY, LARGE = 2**14, 2**12
 
@@ -118,13 +120,18 @@ class Blocks:
 
 
 def is_large(scores: Tensor) -> bool:
-    """Whether a search of ``scores`` pays; on an accelerator, to count is to wait for the device."""
+    """Whether a search of ``scores`` pays; on an accelerator, to count is to wait for the device.
+
+    Tensors of torch's default dtype and device are made beside them, which have to be those of ``scores``.
+    """
     return (
         scores.is_cpu
         and scores.dtype == torch.float32
         and scores.ndim == 2
         and scores.shape[1] >= LARGE
         and scores.numel() >= MANY
+        and torch.get_default_dtype() == torch.float32
+        and torch.get_default_device().type == "cpu"
     )
 
 
@@ -142,11 +149,12 @@ def left_in(scores: Tensor) -> Survivors | None:
 def draw(scores: Tensor, n: int) -> Tensor | None:
     """Indices ``(rows, n)`` that ``torch.multinomial(scores.softmax(dim=-1), n)`` would draw.
 
-    Returns ``None``, and draws nothing, if torch has to draw: many tokens are left, scores are invalid,
-    two ratios are too near to each other, or another version of torch draws in another way.
+    Returns ``None``, and draws nothing, if torch has to draw: many tokens are left, scores are invalid, two
+    ratios are too near to each other, its function is replaced, or another version draws in another way.
     """
     few = left_in(scores)
-    if few is None or n > few.values.shape[1] or not draws_by_uniforms():
+    is_replaced = torch.multinomial is not _multinomial
+    if few is None or n > few.values.shape[1] or is_replaced or not draws_by_uniforms():
         return None
     state = torch.get_rng_state()
     uniforms = torch.empty(few.vocab, dtype=torch.float64)  # of a row, to stay in the cache
