@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import hfgen
 from hfgen.logits.processors.dry import Breakers, DryPenalty
@@ -52,6 +53,36 @@ def test_tokens_outside_of_the_vocabulary_and_excluded_ones_do_not_count() -> No
     assert frequency(ids, zeros).tolist() == [[1.0, -1.0, 1.0]]
     repetition = RepetitionPenaltyLogitsProcessor(2.0, excluded=excluded)
     assert repetition(ids, zeros).tolist() == [[1.0, 0.5, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3},
+        {"guidance_scale": 1.5},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_gradients_flow_through_scores(options: dict[str, Any], rows: int) -> None:
+    """``generate`` without its ``no_grad``, as people train through it; hfgen's own fields, too."""
+    grads = []
+    is_own = not hasattr(transformers.GenerationConfig(), next(iter(options)))
+    for model in (tiny.llama(), hfgen.mix_into(tiny.llama()))[is_own:]:
+        output = type(model).generate.__wrapped__(
+            model,
+            tiny.prompt(rows),
+            max_new_tokens=4,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+        torch.stack(output.scores).logsumexp(-1).sum().backward()
+        grads.append(model.lm_head.weight.grad)
+    assert grads[0].any()
+    assert torch.allclose(grads[0], grads[-1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_window_of_repetition() -> None:

@@ -60,14 +60,14 @@ def count_on(tensor: torch.Tensor, count: int) -> torch.Tensor:
 class TokenBuffer:
     """Token ids ``(rows, length)`` with room for the tokens to come, about ``limit`` in all.
 
-    With ``is_contiguous``, ``ids`` is contiguous, at the price of a copy per token.
+    With ``is_copied``, ``ids`` is contiguous and never written to, at the price of a copy per token.
     """
 
-    def __init__(self, ids: torch.Tensor, limit: int, is_contiguous: bool = False) -> None:
+    def __init__(self, ids: torch.Tensor, limit: int, is_copied: bool = False) -> None:
         rows, self.length = ids.shape
-        self.is_contiguous = is_contiguous and rows > 1
+        self.is_copied = is_copied
         # A limit can be a caller's "practically endless": start small, grow as it fills.
-        spare = 0 if self.is_contiguous else min(max(limit - self.length, 0), 1024)
+        spare = 0 if self.is_copied else min(max(limit - self.length, 0), 1024)
         self._buffer = ids.new_empty((rows, self.length + spare), dtype=torch.long)
         self._buffer[:, : self.length] = ids
 
@@ -80,7 +80,7 @@ class TokenBuffer:
         rows, capacity = self._buffer.shape
         end = self.length + tokens.shape[1]
         if end > capacity:
-            n_more = tokens.shape[1] if self.is_contiguous else max(end, capacity)
+            n_more = tokens.shape[1] if self.is_copied else max(end, capacity)
             self._buffer = torch.cat([self._buffer, self._buffer.new_empty((rows, n_more))], dim=1)
         self._buffer[:, self.length : end] = tokens
         self.length = end

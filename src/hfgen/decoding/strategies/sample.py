@@ -12,6 +12,7 @@ from ...logits import logprobs, stopping
 from ...logits.processors.lists import is_librarys
 from ...memory.buffers import TokenBuffer
 from ...running import last_logits
+from ...running.row_states import is_of
 from ...state.run import Run, Step
 from .. import outputs
 from ..loop import commit
@@ -25,10 +26,13 @@ class Sample(NextToken):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        # The caller's own may count on ids that are contiguous, as upstream's are.
-        kinds = set(map(type, (*run.processors, *run.criteria)))
-        is_contiguous = not all(map(is_librarys, kinds))
-        self.buffer = TokenBuffer(run.ids, run.config.max_length, is_contiguous)
+        # Code of others may count on contiguous ids, as upstream's are; gradients need ids as they were.
+        is_copied = torch.is_grad_enabled()
+        if len(run.ids) > 1 and not is_copied:
+            kinds = set(map(type, (*run.processors, *run.criteria)))
+            is_known = all(map(is_librarys, kinds))
+            is_copied = not (is_known and is_of(run.model.prepare_inputs_for_generation))
+        self.buffer = TokenBuffer(run.ids, run.config.max_length, is_copied)
         # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
         run.ids = self.buffer.ids
         rows = len(run.ids)

@@ -79,9 +79,13 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
             )
         counted = Counted(0 if ignored is None else ignored, self.window, self.excluded)
         tokens = counted.tokens(input_ids, vocab)
-        padded = pad(scores, (0, 1))  # a column for ids that do not count
-        penalty, values = expand(self.penalty, len(scores)), padded.gather(1, tokens)
+        # Gradients need what ``gather`` reads as it was.
+        penalty, values = (
+            expand(self.penalty, len(scores)),
+            scores.gather(1, tokens.clamp(max=vocab - 1)),
+        )
         values = torch.where(values < 0, values * penalty, quotient(values, penalty))
+        padded = pad(scores, (0, 1))  # a column for ids that do not count
         return padded.scatter_(1, tokens, values)[:, :vocab]
 
 
@@ -99,11 +103,11 @@ class OccurrencePenalty(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         tokens = self.counted.tokens(input_ids, scores.shape[1])
         padded = pad(scores, (0, 1))  # a column for ids that do not count
-        token_scores = padded.gather(1, tokens)
+        token_scores = scores.gather(1, tokens.clamp(max=scores.shape[1] - 1))
         counts = torch.ones_like(token_scores)
         if not self.of_presence:  # count in the place of the scores, which saves memory
             padded.scatter_(1, tokens, 0.0).scatter_add_(1, tokens, counts)
-            counts = padded.gather(1, tokens)
+            counts = padded.detach().gather(1, tokens)
         penalties = counts * expand(self.penalty, len(scores))
         return padded.scatter_(1, tokens, token_scores - penalties)[:, :-1]
 
