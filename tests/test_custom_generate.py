@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import io
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,29 @@ def test_own_defaults_hold(mine: Any) -> None:
 
     assert mine.generate(IDS, custom_generate=decode) == (1, 2)
     assert mine.generate(IDS, custom_generate=decode, depth=5) == (1, 5)
+
+
+def test_an_argument_that_the_models_own_method_takes_too(theirs: Any, mine: Any) -> None:
+    def sample(self: Any, input_ids: Tensor, depth: int = 0, **_: Any) -> Any:
+        raise AssertionError
+
+    def decode(model: Any, input_ids: Tensor, depth: int = 2, **_: Any) -> Any:
+        return depth
+
+    for model in (theirs, mine):
+        model.__class__ = type("Mine", (type(model),), {"_sample": sample})
+        assert model.generate(IDS, custom_generate=decode, depth=5) == 5
+
+
+def test_the_config_may_be_pickled_and_copied_while_the_call_runs(mine: Any) -> None:
+    def decode(model: Any, input_ids: Tensor, generation_config: Any, **_: Any) -> Any:
+        copies = copy.deepcopy(generation_config), pickle.loads(pickle.dumps(generation_config))
+        return [twin.to_dict() for twin in copies], generation_config.to_dict()
+
+    function: Any = lambda ids, scores: scores  # noqa: E731
+    processors = LogitsProcessorList([function])  # a lambda, which cannot be pickled
+    copies, config = mine.generate(IDS, custom_generate=decode, logits_processor=processors)
+    assert repr(copies) == repr([config, config])
 
 
 def test_an_unknown_argument_is_refused(theirs: Any, mine: Any) -> None:

@@ -616,6 +616,41 @@ def test_override_that_edits_in_place(name: str) -> None:
     assert is_same(outcome(mine, **given), expected)
 
 
+@pytest.mark.parametrize("mode", ["greedy", "sample", "beam"])
+def test_an_override_may_return_one_function(mode: str) -> None:
+    """In place of a list, where upstream only calls it."""
+
+    def override(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return lambda ids, scores: scores.flip(-1)
+
+    theirs, mine = upstream("llama"), ours("llama")
+    for model in (theirs, mine):
+        model.__class__ = type("Mine", (type(model),), {"_get_logits_processor": override})
+    given = prompt("llama", rows=2) | MODES[mode]
+    expected = outcome(theirs, **given)
+    assert not isinstance(expected, Exception)
+    assert is_same(outcome(mine, **given), expected)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_an_override_gets_contiguous_ids(use_cache: bool) -> None:
+    def flat(base: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return base(input_ids.view(-1).view_as(input_ids), *args, **kwargs)
+
+    model = ours("llama")
+    model.__class__ = overriding(type(model), "prepare_inputs_for_generation", flat, [])
+    given = prompt("llama", rows=2) | {"use_cache": use_cache}
+    assert is_same(outcome(model, **given), outcome(upstream("llama"), **given))
+
+
+def test_methods_have_their_names() -> None:
+    """By which pickle finds them, and decorators put them back."""
+    mixin = vars(hfgen.GenerationMixin)
+    for name in HOOKS:
+        if hasattr(transformers.GenerationMixin, name) and name in mixin:
+            assert getattr(hfgen.GenerationMixin, name).__name__ == name
+
+
 # ---------------------------------------------------------------- unbound calls
 
 

@@ -702,6 +702,14 @@ def test_extra_arguments_reach_the_processors_that_take_them() -> None:
     assert result.tolist() == [[3.0, 3.0]]
 
 
+def test_a_class_whose_method_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("Mine", (Custom,), {})
+    built, ids, zeros = LogitsProcessorList([kind()]), torch.tensor([[0]]), torch.zeros(1, 2)
+    built(ids, zeros)
+    monkeypatch.setattr(kind, "__call__", NeedsStep.__call__)
+    assert built(ids, zeros, step=3).tolist() == [[3.0, 3.0]]
+
+
 def test_a_missing_argument_is_named() -> None:
     with pytest.raises(ValueError, match=r"NeedsStep.*'step'"):
         LogitsProcessorList([NeedsStep()])(torch.tensor([[0]]), torch.zeros(1, 2), other=1)

@@ -298,7 +298,7 @@ for _method in (GenerationMixin.stream, GenerationMixin.astream):  # they take w
 OWN = {name: value for name, value in vars(GenerationMixin).items() if not name.startswith("__")}
 for _name, _own in OWN.items():
     if isinstance(_own, FunctionType):  # the stages are known as methods, in messages and to code
-        _own.__qualname__ = f"{GenerationMixin.__name__}.{_name}"
+        _own.__name__, _own.__qualname__ = _name, f"{GenerationMixin.__name__}.{_name}"
     if hasattr(transformers.GenerationMixin, _name):
         setattr(GenerationMixin, _name, Method(_name, _own))
 

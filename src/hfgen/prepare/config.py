@@ -114,7 +114,7 @@ def extract_generation_mode_kwargs(
     mode_kwargs = {name: value for name, value in mode_kwargs.items() if value is not None}
     if callable(custom_generate):
         named = inspect.signature(custom_generate).parameters.keys()
-        usual = inspect.signature(type(self)._sample).parameters.keys()
+        usual = inspect.signature(transformers.GenerationMixin._sample).parameters.keys()
         mode_kwargs = {name: value for name, value in mode_kwargs.items() if name in named}
         mode_kwargs |= {name: kwargs.pop(name) for name in named - usual if name in kwargs}
     return mode_kwargs

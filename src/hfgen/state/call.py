@@ -136,8 +136,9 @@ class Call:
         own_strategy = self.mode.strategy if self.is_own_method else None
         self.strategy = own_strategy or getattr(self.method, "strategy_class", None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Nothing: a copy of this call's config is for another call, an assistant's."""
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """``None``: a copy or a pickle of this call's config is for another call, an assistant's."""
+        return type(None), ()
 
     @property
     def who(self) -> str:

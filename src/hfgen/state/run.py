@@ -133,6 +133,10 @@ class Run:
         kwargs = dict(model_kwargs)
         for name in OF_MODES:
             kwargs.pop(name, None)
+        if not isinstance(processors, list):  # a hook of a model's may return one function
+            processors = LogitsProcessorList([processors])
+        if not isinstance(criteria, list):
+            criteria = StoppingCriteriaList([criteria])
         run = cls(model, ids, config, processors, criteria, kwargs, synced_gpus)
         run.tokenizer, run.streamer = model_kwargs.get("tokenizer"), model_kwargs.get("streamer")
         run.is_streamed = run.streamer is not None

@@ -71,7 +71,7 @@ class Beam(NextToken):
         ids = run.ids.reshape(*shape, self.prompt_length).clone()
         parents = torch.empty((*shape, 0), dtype=torch.int32, device=device)
         is_done = torch.zeros(shape, dtype=torch.bool, device=device)
-        none_yet = torch.full(shape, NEG_INF, device=device)
+        none_yet = torch.full(shape, NEG_INF, device=device, dtype=torch.float32)
         self.finished = Hypotheses(ids, parents, none_yet, is_done)
         # All beams start alike: only the first may be continued, or they would stay alike.
         scores = none_yet.clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -34,7 +34,7 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
                 continue
             if fusible:
                 scores, fusible = fused.apply(fusible, input_ids, scores), []
-            extra = extra_arguments(kind)
+            extra = extra_arguments(kind.__call__)
             if missing := [name for name in extra if name not in kwargs]:
                 raise ValueError(f"{kind.__name__} needs the arguments {missing}.")
             scores = processor(input_ids, scores, **(kwargs if extra else {}))
@@ -68,9 +68,9 @@ def _check_scores(processor: Any, scores: Any, raw_scores: Tensor, n_rows: int) 
 
 
 @lru_cache(maxsize=256)
-def extra_arguments(processor_type: type) -> tuple[str, ...]:
-    """Names of the parameters of ``__call__`` beyond self, ids and scores."""
-    return tuple(inspect.signature(processor_type.__call__).parameters)[3:]
+def extra_arguments(call: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters of a processor's ``__call__`` beyond self, ids and scores."""
+    return tuple(inspect.signature(call).parameters)[3:]
 
 
 def name_of(function: Any) -> str:
