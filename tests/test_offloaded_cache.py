@@ -20,7 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import EncoderDecoderCache, GenerationConfig, LlamaConfig, LogitsProcessorList
+from transformers import (
+    Cache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    LlamaConfig,
+    LogitsProcessorList,
+)
 
 import hfgen
 from hfgen.memory import caches
@@ -445,6 +451,43 @@ def test_upstreams_cache_is_taken_where_it_works(
         request(device, {"path": tmp_path}, **attributes)
     )
     assert isinstance(in_files, OffloadedCache)
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.t5])
+@pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
+@pytest.mark.parametrize("mode", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+def test_beams_and_samples_with_upstreams_cache(
+    mode: dict[str, Any], kind: str, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream cannot be copied. Here it has one, and moves between the CPU and the CPU."""
+    model, ids = hfgen.mix_into(build()), tiny.prompt()
+    torch.manual_seed(0)
+    expected = model.generate(ids, max_new_tokens=5, **mode)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
+    monkeypatch.setattr(Cache, "prefetch", lambda *args: None)
+    monkeypatch.setattr(torch, "Stream", Unpicklable)
+    monkeypatch.setattr(offloaded, "is_on_cuda", lambda model: True)
+    torch.manual_seed(0)
+    output = model.generate(
+        ids, max_new_tokens=5, cache_implementation=kind, return_dict_in_generate=True, **mode
+    )
+    assert torch.equal(output.sequences, expected)
+    if build is tiny.llama:
+        assert output.past_key_values.offloading
+        ids = expected.repeat(4 // len(expected), 1)
+        with pytest.raises(ValueError, match="holds 4 sequences, but the call has 4 prompts, exp"):
+            model.generate(ids, max_new_tokens=5, past_key_values=output.past_key_values, **mode)
+
+
+class Unpicklable:
+    """What a cache calls of a stream."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        raise TypeError("cannot pickle 'torch.Stream' object")
 
 
 # ---------------------------------------------------------------- bad input

@@ -120,7 +120,7 @@ def _can_fan_out(
         return False
     is_shared = len(ids) == len(shared.ids) * shared.n and ids.shape[1] == shared.ids.shape[1]
     is_expanded = layers.count(cache) not in (None, len(shared.ids))
-    if not is_shared or is_expanded or layers.is_foreign(cache):
+    if not is_shared or is_expanded or layers.is_foreign(cache) or layers.is_offloading(cache):
         return False
     is_static = isinstance(layers.decoder_cache(cache), StaticCache)
     if is_static and not families.masks_filled_static_cache(model):

@@ -163,7 +163,8 @@ def _fit_rows(cache: Cache, batch_size: int, n_rows: int, will_fan_out: bool) ->
         for layer in layers.layers_of(cache):
             layer.is_initialized = False  # allocated anew by the next update
         return cache
-    if rows == batch_size and hasattr(cache, "batch_repeat_interleave"):
+    can_copy = hasattr(cache, "batch_repeat_interleave") and not layers.is_offloading(cache)
+    if rows == batch_size and can_copy:
         cache = copy.deepcopy(cache)
         if not will_fan_out:
             layers.take(cache, torch.arange(rows).repeat_interleave(n_rows // batch_size))

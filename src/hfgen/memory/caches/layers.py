@@ -60,6 +60,11 @@ def is_foreign_part(part: Any) -> bool:
     return module != Cache.__module__ and not module.startswith("hfgen.")
 
 
+def is_offloading(cache: Any) -> bool:
+    """Whether a part moves its layers between devices by itself, with a stream that cannot be copied."""
+    return any(getattr(part, "offloading", False) for part in parts_of(cache))
+
+
 def is_static(cache: Any) -> bool:
     """Whether some layers have a fixed number of rows and tokens."""
     return any(isinstance(layer, StaticLayer) for layer in layers_of(cache))
