@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
 import hfgen
@@ -173,6 +174,21 @@ def test_what_a_card_cannot_hold_is_named(builtin: tuple[Any, Any]) -> None:
         decode_again(written, *builtin)
     with pytest.raises(CardError, match="without a call"):
         decode_again(card(*builtin), *builtin)
+
+
+def test_a_mask_of_other_tokens_than_the_ids(builtin: tuple[Any, Any]) -> None:
+    """Of embeddings, or of a cache, too."""
+    model, tokenizer = builtin
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    options = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_card": "prompt"}
+    embeds = model.get_input_embeddings()(ids)
+    written = model.generate(inputs_embeds=embeds, attention_mask=mask, **options).card
+    assert written.beside == ["a prompt that is no tensor of ids", "inputs_embeds"]
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+    continued = {"input_ids": ids[:, -1:], "attention_mask": mask, "past_key_values": cache}
+    assert model.generate(**continued, **options).card.beside == ["past_key_values"]
 
 
 def nested(depth: int) -> Any:

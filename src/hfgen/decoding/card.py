@@ -107,6 +107,8 @@ class CardWriter(Observer):
         call: Any = run.call
         kwargs, defaults = call.request.kwargs, getattr(run.model, "generation_config", None)
         ids, mask = kwargs.get("input_ids", call.request.inputs), kwargs.get("attention_mask")
+        if getattr(mask, "shape", None) != getattr(ids, "shape", None):  # of embeddings, or a cache
+            mask = None
         pairs = {"input_ids": ids, "attention_mask": mask}.items()
         inputs = {name: value.tolist() for name, value in pairs if isinstance(value, Tensor)}
         prompt: dict[str, Any] = {"digest": digest_of_inputs(inputs)}
