@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import re
@@ -21,10 +23,13 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 
 import hfgen
 from hfgen.engine.errors import EngineError
+from hfgen.engine.serving import Service
+from hfgen.tools.serve.app import Responses
+from hfgen.tools.serve.handlers import Chat, Completion, Served
 from hfgen.tools.serve.limits import MEBIBYTE, Limits
-from hfgen.tools.serve.server import Settings
+from hfgen.tools.serve.server import Protocol, Settings
 from tests import scripted, tiny
-from tests.clients.server import LINES, Running, running, wait_for
+from tests.clients.server import LINES, Running, Watched, running, wait_for
 
 KEY = "a key"
 LONG = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
@@ -152,6 +157,40 @@ def test_hanging_up(guarded: Running, path: str, is_stream: bool) -> None:
     assert len(log.cancelled) == n + 1
     assert len(log.cancelled[-1].output.token_ids) < 100
     assert not log.late
+
+
+@pytest.mark.parametrize("kind", [Chat, Completion, Responses])
+def test_a_stream_that_is_never_read(guarded: Running, kind: Any) -> None:
+    """Its client has left before the first line: the rows are free."""
+    prompt = {"messages": [{"role": "user", "content": "x"}]}
+    prompt = {Completion: {"prompt": "x"}, Responses: {"input": "x"}}.get(kind, prompt)
+    limit = "max_output_tokens" if kind is Responses else "max_tokens"
+    engine = Watched(guarded.model, guarded.tokenizer)
+    engine.also |= {"logits_processor": [Slow()], "ignore_eos": True}
+
+    async def main() -> None:
+        async with Service(engine) as service:
+            served = Served("tiny", guarded.model, guarded.tokenizer, service, {}, Limits())
+            await kind(served, {**prompt, "stream": True, limit: 100}, "an id").response()
+            gc.collect()
+            while not engine.is_idle():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert len(engine.log.cancelled) == 1
+
+
+def test_a_connection_that_is_closed_leaves_nothing(guarded: Running) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+    for _ in range(3):
+        with httpx.Client(headers={"authorization": f"Bearer {KEY}"}) as client:
+            assert client.post(f"{guarded.url}/v1/completions", json=body).status_code == 200
+
+    def is_free() -> bool:
+        gc.collect()
+        return not any(isinstance(each, Protocol) for each in gc.get_objects())
+
+    wait_for(is_free, seconds=10)
 
 
 # ------------------------------------------------------------ tools and thoughts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -151,24 +151,28 @@ class OneRequest(BaseGenerateManager):
 
     def __init__(self, request: ServiceRequest) -> None:
         self.request = request
-        self.queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.task: asyncio.Task[None] | None = None
 
     def generate_streaming(self, *_: Any, response_parser: Any = None, **__: Any) -> Any:
-        self.task = asyncio.ensure_future(self.run(Message(response_parser)))
-        return self.queue, self
+        self.items = self.read(Message(response_parser))
+        return self, self
 
-    async def run(self, message: Message) -> None:
-        """Fill the queue, as upstream's streamers do: the end is ``None``."""
+    async def read(self, message: Message) -> AsyncIterator[Any]:
+        """What upstream's streamers put into a queue."""
         try:
             async for event in self.request:
                 check_open(event.finish_reason)
                 self.total_tokens += len(event.token_ids)
                 for item in message.items(event.text, event.finish_reason is not None):
-                    self.queue.put_nowait(item)
+                    yield item
         except Exception as error:
-            self.queue.put_nowait(_StreamError(str(error)))
-        self.queue.put_nowait(None)
+            yield _StreamError(str(error))
+
+    async def get(self) -> Any:
+        """As of a queue, whose last item is ``None``. Nothing runs for an answer that is never read."""
+        return await anext(self.items, None)
+
+    def get_nowait(self) -> Any:
+        raise asyncio.QueueEmpty
 
     async def generate_non_streaming(self, *_: Any, **__: Any) -> tuple[str, int, list[int]]:
         output = await result_of(self.request)
@@ -276,7 +280,7 @@ def endpoint(kind: type[Handler], served: Served) -> Callable[[Request], Any]:
 
     async def handle(request: Request, request_id: str) -> Response:
         try:
-            body = await asyncio.to_thread(served.limits.read, request.scope["body"])
+            body = await asyncio.to_thread(served.limits.read, request.scope.pop("body"))
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         # Pages of other sites can send text and forms without asking, but no JSON.

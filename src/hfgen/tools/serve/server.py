@@ -62,7 +62,11 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.loop.call_later(self.seconds, self.close_if_silent, None)
+        self.silence = self.loop.call_later(self.seconds, self.close_if_silent, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.silence.cancel()  # it holds the last request
+        super().connection_lost(exc)
 
     def close_if_silent(self, before: Any) -> None:
         """Close the connection if no request has come since ``before`` and none is being answered."""
@@ -71,7 +75,7 @@ class Protocol(H11Protocol):
         if newest is before and not is_answering:
             self.transport.close()
         elif not self.transport.is_closing():
-            self.loop.call_later(self.seconds, self.close_if_silent, newest)
+            self.silence = self.loop.call_later(self.seconds, self.close_if_silent, newest)
 
 
 class Server(uvicorn.Server):
