@@ -212,6 +212,30 @@ ATTACKS: dict[str, tuple[tuple[str, Any], str]] = {
         ),
         "",
     ),
+    "multiples": (completion(guided_json={"multipleOf": 999_983}), "guided_json"),
+    "multiples that are joined": (
+        completion(guided_json={"allOf": [{"multipleOf": 997}, {"multipleOf": 99.1}]}),
+        "guided_json",
+    ),
+    "multiples of a function": (
+        chat(
+            tools=[
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"multipleOf": 10**9 + 7}},
+                }
+            ],
+            tool_choice="required",
+        ),
+        "tools",
+    ),
+    "multiples in a lark": (
+        completion(guided_grammar='start: %json {"multiple\\u004ff": 999983}'),
+        "guided_grammar",
+    ),
+    "a schema that refers to itself": (completion(guided_json={"$ref": "#"}), "guided_json"),
+    "many biases": (completion(sequence_bias=[[[5, 7], 1.0]] * 25_000), "sequence_bias"),
+    "many values of tokens": (completion(logprob_token_ids=[*range(21)]), "logprob_token_ids"),
     "a slow lark": (
         completion(guided_grammar="start: a a a a a a a a\na: (b b b b)*\nb: /x*/ /x*/ /x*/"),
         "",
@@ -239,6 +263,7 @@ ATTACKS: dict[str, tuple[tuple[str, Any], str]] = {
     "a long answer": (completion(max_tokens=100_000), "max_tokens"),
     "a thought": (completion(thinking_token_budget=1, thinking_message="x" * 60_000), ""),
     "another model": (completion(model="../../etc/passwd"), "has to be 'builtin'"),
+    "a long name": (completion(model="x" * 15_000_000), "has to be 'builtin', but is 'xxx"),
     "a path": (("../../etc/passwd", {}), "Not Found"),
 }
 
@@ -256,6 +281,7 @@ def test_attacks_name_their_field_and_hold_nobody_up(served: Served, name: str) 
         if names:
             assert 400 <= answer.status_code < 500, answer.text
             assert names in answer.text
+            assert len(answer.text) < 10_000
         else:
             assert answer.status_code in (200, 400), answer.text
         if max(seconds[n:]) < alone + HELD_UP:
@@ -513,11 +539,24 @@ def test_pictures_within_limits(tmp_path: Path) -> None:
         "",
     ]
     outside += [data(png((9000, 9000))), data(b"x" * 20_000), data(b"no picture"), None, 5]
+    outside += [data(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")]
     for url in outside:
         with pytest.raises(ValueError, match="`messages`"):
             chats.inline_media(of(url), allowed, "messages")
     with pytest.raises(ValueError, match="more than 16"):
         chats.inline_media(of(data(png((1, 1)))) * 17, allowed, "messages")
+
+
+def test_a_long_animation_is_no_work() -> None:
+    """Its first frame alone is read, and so the others are not counted."""
+    from hfgen.tools.serve import chats
+    from hfgen.tools.serve.limits import Limits
+
+    head = b"GIF89a\1\0\1\0\x80\0\0\0\0\0\xff\xff\xff"
+    frame = b",\0\0\0\0\1\0\1\0\0\2\2\x44\1\0"
+    start = time.monotonic()
+    chats.check_image(head + frame * 400_000 + b";", Limits())
+    assert time.monotonic() - start < HELD_UP
 
 
 def test_every_limit_is_on_the_page() -> None:

@@ -75,6 +75,11 @@ class LLGuidance:
         matcher = LLMatcher(self.tokenizer, grammar.source(), log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"`grammar` {grammar} is refused by llguidance: {matcher.get_error()}")
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()
+        if probe.is_error():  # a `$ref` to itself is found here
+            reason = probe.get_error().partition("\n")[0]
+            raise ValueError(f"`grammar` {grammar} allows no text, llguidance says: {reason}")
         for warning in matcher.get_grammar_warnings():
             logger.warning_once(f"`grammar` {grammar}: {warning}")
         return matcher

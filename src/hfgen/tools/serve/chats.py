@@ -74,7 +74,7 @@ def inputs_of(
             **options,
         )
     except Exception as error:  # the template's own, of a wrong call, of an image that is none
-        raise ValueError(f"`{name}` cannot be read: {error}") from error
+        raise ValueError(f"`{name}` cannot be read: {error!s:.500}") from error
     return inputs.to(model.device)
 
 
@@ -135,13 +135,17 @@ def content_of(url: str, limits: Limits) -> bytes:
     raise ValueError("media have to be data: URLs in base64")
 
 
+#: Of images; Pillow opens others with programs of the system (EPS), or slowly.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+
+
 def check_image(data: bytes, limits: Limits) -> None:
     """Raise ``ValueError`` for an image of too many pixels, by its header; ``OSError`` for none."""
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            n_pixels = image.width * image.height * getattr(image, "n_frames", 1)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            n_pixels = image.width * image.height  # of the first frame: no other is read
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error
     if n_pixels > limits.max_pixels:

@@ -32,7 +32,7 @@ from ..openai_api.requests import (
 from ..openai_api.responses import chat_response, completion_response, head
 from .answers import ChatChoices, Message, TextChoices, check_open, chunks
 from .chats import USUAL, Tools, has_media, inputs_of, reader_of
-from .limits import Limits
+from .limits import Limits, check_multiples
 from .steering import steers_of
 
 # Fields of a generation config that the model decides; below, those of a body that limit its answer.
@@ -72,7 +72,7 @@ class Served:
     def check_name(self, body: dict[str, Any]) -> None:
         """Raise ``ValueError`` if ``body`` is for another model."""
         if (name := body.get("model")) not in (None, self.name):
-            raise ValueError(f"`model` has to be {self.name!r}, but is {name!r}.")
+            raise ValueError(f"`model` has to be {self.name!r}, but is {name!r:.80}.")
 
     async def prepared(self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False) -> Any:
         """Run ``prepare`` in a worker thread and return its result; ``ValueError`` if it takes too long."""
@@ -155,6 +155,8 @@ class Handler:
         if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
             name = "top_logprobs" if "top_logprobs" in body else "logprobs"
             raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
+        if len(fields.get("logprob_token_ids") or ()) > MAX_LOGPROBS:
+            raise ValueError(f"`logprob_token_ids` has to have at most {MAX_LOGPROBS} ids.")
         if body.get("prompt_logprobs") is not None:
             advice = "a completion with `echo` and `logprobs` has the prompt's"
             raise ValueError(f"`prompt_logprobs` is not supported: {advice}.")
@@ -167,6 +169,7 @@ class Handler:
     def compile(self) -> None:
         """Compile the request's grammar here, so that the engine's thread finds it."""
         if isinstance(grammar := self.fields.get("grammar"), Grammar):
+            check_multiples(grammar.text)
             library_of(self.served.tokenizer).matcher(grammar)
 
     async def begin(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any, ServiceRequest]:

@@ -6,13 +6,16 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
 from itertools import chain
 from typing import Any
 
 MEBIBYTE = 2**20
 
 LARGEST = 2**63  # the largest integers of other systems; JSON has no limit
+LARGEST_MULTIPLE = 10_000  # a schema's `multipleOf` takes an automaton of about as many states
 
 #: Fields of a body that say what the prompt is.
 PROMPTS = ("messages", "prompt", "input", "instructions", "tools", "documents")
@@ -32,7 +35,7 @@ class Limits:
     max_depth: int = limit(64, "Nested lists and objects in a body.")
     max_prompt_chars: int = limit(1_000_000, "Characters of all prompts, messages and tools.")
     max_items: int = limit(1024, "Prompts, messages, tools, and texts of any other field.")
-    max_field_chars: int = limit(65_536, "Characters of a field that is no prompt.")
+    max_field_chars: int = limit(65_536, "Characters and numbers of a field that is no prompt.")
     max_stops: int = limit(64, "Stop strings.")
     stop_regex: bool = limit(False, "Take `stop_regex`: a pattern can take forever.")
     max_media: int = limit(16, "Images, sounds and videos.")
@@ -95,8 +98,9 @@ class Limits:
         """Raise ``ValueError`` for fields that are too large."""
         n_chars = 0
         for name, value in body.items():
-            texts = [leaf for leaf, _ in leaves(value) if isinstance(leaf, str)]
-            size = sum(map(len, texts))
+            parts = [leaf for leaf, _ in leaves(value)]
+            texts = [part for part in parts if isinstance(part, str)]
+            size = sum(map(len, texts)) + len(parts) - len(texts)
             if name in PROMPTS:
                 n_chars += size
                 # A list of numbers is the ids of one prompt.
@@ -115,6 +119,22 @@ class Limits:
                 raise ValueError(f"`{name}` has more than {self.max_stops:,} strings.")
         if body.get("stop_regex") is not None and not self.stop_regex:
             raise ValueError("`stop_regex` is not allowed: the server was started without it.")
+
+
+def check_multiples(text: str) -> None:
+    """Raise ``ValueError`` for a grammar whose multiples would take minutes and gigabytes to compile.
+
+    Zeros at the end of a number cost nothing. Schemas that are joined ask for the least common multiple.
+    """
+    plain = re.sub(r"\\u00([0-7][\da-fA-F])", lambda escape: chr(int(escape[1], 16)), text)
+    product = 1
+    for number in re.findall(r'"multipleOf"\s*:\s*([\d.eE+-]+)', plain):
+        with suppress(InvalidOperation):  # llguidance says what is wrong
+            digits = Decimal(number).normalize().as_tuple().digits
+            product = math.lcm(product, int("".join(map(str, digits))))
+    if product > LARGEST_MULTIPLE:
+        of_all = "the least common multiple of all `multipleOf`"
+        raise ValueError(f"`grammar`: {of_all} has to be at most {LARGEST_MULTIPLE:,}.")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
