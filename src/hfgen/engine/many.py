@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..logits.stopping import FinishReason
 from .engine import Engine
+from .errors import as_exception
 from .request import EngineEvent, EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
 
 #: Arguments of ``generate_many`` that are the engine's.
@@ -117,8 +118,10 @@ def outputs(
                 number, n_read = n_read, n_read + 1
                 try:
                     running[number] = engine.add(prompt, **{**kwargs, **arguments})
-                except Exception as error:
-                    finished[number] = failed(error, engine.tokenizer is not None)
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # a panic of Rust is no Exception; others go on
+                    finished[number] = failed(as_exception(error), engine.tokenizer is not None)
                     break  # endless prompts that are all wrong have outputs, too
             if running:
                 on_events(engine.step())
