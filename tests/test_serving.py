@@ -119,7 +119,7 @@ def n_threads() -> Iterator[int]:
     n = threading.active_count()
     yield n
     end = time.monotonic() + 10
-    while any(t.name == "hfgen-serving" for t in threading.enumerate()):
+    while any(t.name.startswith("hfgen-serving") for t in threading.enumerate()):
         assert time.monotonic() < end
         time.sleep(0.005)
 
