@@ -79,11 +79,10 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
             )
         counted = Counted(0 if ignored is None else ignored, self.window, self.excluded)
         tokens = counted.tokens(input_ids, vocab)
-        # Gradients need what ``gather`` reads as it was.
-        penalty, values = (
-            expand(self.penalty, len(scores)),
-            scores.gather(1, tokens.clamp(max=vocab - 1)),
-        )
+        penalty = expand(self.penalty, len(scores))
+        values = scores.gather(
+            1, tokens.clamp(max=vocab - 1)
+        )  # not of ``padded``, which is written to
         values = torch.where(values < 0, values * penalty, quotient(values, penalty))
         padded = pad(scores, (0, 1))  # a column for ids that do not count
         return padded.scatter_(1, tokens, values)[:, :vocab]
