@@ -85,6 +85,21 @@ def test_gradients_flow_through_scores(options: dict[str, Any], rows: int) -> No
     assert torch.allclose(grads[0], grads[-1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "option", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}], ids=str
+)
+def test_scores_are_contiguous(option: dict[str, Any]) -> None:
+    """As upstream's are: code of others may view them."""
+    output = hfgen.mix_into(tiny.llama()).generate(
+        tiny.prompt(2),
+        max_new_tokens=4,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **option,
+    )
+    assert all(scores.view(-1).isfinite().any() for scores in output.scores)
+
+
 def test_a_window_of_repetition() -> None:
     processor = RepetitionPenaltyLogitsProcessor(2.0, window=2)
     ones = torch.ones(1, 4)

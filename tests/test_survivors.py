@@ -320,6 +320,19 @@ def test_with_other_defaults_torch_is_asked(dtype: torch.dtype, device: str) -> 
         torch.set_default_dtype(before)
 
 
+def test_beams_with_another_default_dtype() -> None:
+    model, dtypes = tiny.llama(), []
+    torch.set_default_dtype(torch.float64)
+    try:
+        for one in (model, hfgen.mix_into(tiny.llama())):
+            options = {"return_dict_in_generate": True, "output_scores": True, "num_beams": 2}
+            output = one.generate(tiny.prompt(2), max_new_tokens=3, **options)
+            dtypes.append(output.sequences_scores.dtype)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert dtypes == [torch.float32, torch.float32]
+
+
 def test_torchs_function_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     few = TopKLogitsWarper(5)(None, normal(2, LARGE, 0))
     monkeypatch.setattr(torch, "multinomial", lambda p, n: p.topk(n).indices)

@@ -116,7 +116,7 @@ class Beam(NextToken):
             is_full = self.finished.is_done.all(dim=-1, keepdim=True)
             scores = scores + is_full.float() * NEG_INF
         scores = scores + (~self.can_improve).float() * NEG_INF
-        scores = scores + (~ends_now) * NEG_INF
+        scores = scores + (~ends_now).float() * NEG_INF
         newcomers = Hypotheses(candidates.ids, candidates.parents, scores, ends_now)
         both = self.finished.beside(newcomers, self.fill)
         n_per_prompt = self.n_per_prompt and [self.beams + n for n in self.n_per_prompt]

@@ -80,12 +80,9 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
         counted = Counted(0 if ignored is None else ignored, self.window, self.excluded)
         tokens = counted.tokens(input_ids, vocab)
         penalty = expand(self.penalty, len(scores))
-        values = scores.gather(
-            1, tokens.clamp(max=vocab - 1)
-        )  # not of ``padded``, which is written to
+        values = scores.gather(1, tokens.clamp(max=vocab - 1))
         values = torch.where(values < 0, values * penalty, quotient(values, penalty))
-        padded = pad(scores, (0, 1))  # a column for ids that do not count
-        return padded.scatter_(1, tokens, values)[:, :vocab]
+        return put(scores, tokens, values)
 
 
 class OccurrencePenalty(LogitsProcessor):
@@ -139,7 +136,16 @@ def ruled_out(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """A copy of ``scores (rows, vocab)`` with -inf at ``tokens (rows, n)``, but for those outside."""
     vocab = scores.shape[1]
     tokens = tokens.masked_fill(tokens < 0, vocab).clamp(max=vocab)
-    return pad(scores, (0, 1)).scatter_(1, tokens, -math.inf)[:, :-1]
+    return put(scores, tokens, scores.new_full((1, 1), -math.inf).expand_as(tokens))
+
+
+def put(scores: torch.Tensor, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of ``scores (rows, vocab)`` with ``values`` at ``tokens (rows, n)``, but for those that are ``vocab``."""
+    rows, vocab = scores.shape
+    places = tokens + torch.arange(0, rows * vocab, vocab, device=tokens.device)[:, None]
+    places = places.masked_fill(tokens == vocab, rows * vocab).flatten()
+    flat = pad(scores.flatten(), (0, 1))  # one more, for ids that do not count
+    return flat.scatter_(0, places, values.flatten())[:-1].view(rows, vocab)
 
 
 class NoRepeatNGramLogitsProcessor(upstream.NoRepeatNGramLogitsProcessor):
