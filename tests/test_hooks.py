@@ -643,6 +643,31 @@ def test_an_override_gets_contiguous_ids(use_cache: bool) -> None:
     assert is_same(outcome(model, **given), outcome(upstream("llama"), **given))
 
 
+@pytest.mark.parametrize("name", ["seed", "stop", "record", "cancel", "prefix_cache", "logprobs"])
+def test_a_forward_may_have_arguments_with_names_of_hfgens(name: str) -> None:
+    seen: list[Any] = []
+
+    def overriding_forward(cls: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs.pop(name))
+            return cls.forward(self, *args, **kwargs)
+
+        own = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+        usual = inspect.signature(cls.forward).parameters.values()
+        *named, rest = (p for p in usual)
+        forward.__signature__ = inspect.Signature([*named, own, rest])  # type: ignore[attr-defined]
+        return type("Mine", (cls,), {"forward": forward})
+
+    outcomes = []
+    for model in (upstream("llama"), ours("llama")):
+        model.__class__ = overriding_forward(type(model))
+        seen.clear()
+        outcomes.append((outcome(model, **prompt("llama", rows=2), **{name: "x"}), [*seen]))
+    (expected, passed), (result, mine) = outcomes
+    assert is_same(result, expected)
+    assert mine == passed == ["x"] * 6
+
+
 def test_methods_have_their_names() -> None:
     """By which pickle finds them, and decorators put them back."""
     mixin = vars(hfgen.GenerationMixin)

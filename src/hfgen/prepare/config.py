@@ -29,6 +29,9 @@ from .generation_config import taking_own_values
 #: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
 NOT_THE_MODELS = ("prefix_cache", "trust_remote_code", "cancel", "interventions", "record")
 
+#: Arguments that are hfgen's, unless a model's forward has one of the same name.
+OWN_NAMES = {*OWN_FIELDS, *NOT_THE_MODELS, "stop"} - {"trust_remote_code"}
+
 #: Fields that count tokens of a sequence.
 COUNTS = [name for name, row in FIELDS.items() if row.within_sequence]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -28,6 +29,11 @@ def prepare(
     Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used, and
     ``RankError`` for those of other processes that forward the model together with this one.
     """
+    taken = {}  # arguments of the model's forward that have names of hfgen's
+    if names := config.OWN_NAMES & request.kwargs.keys() & families.parameters(model.forward):
+        taken = {name: request.kwargs[name] for name in names}
+        others = {n: value for n, value in request.kwargs.items() if n not in names}
+        request = replace(request, kwargs=others)
     ranks = None if families.world_size() == 1 else Ranks.of_request(model, request)
     call: Call | None = None
     try:
@@ -36,6 +42,7 @@ def prepare(
         if "prefix_cache" in request.kwargs or prefix_cache or hasattr(model, "prefix_cache"):
             prefixes = prefix.take_argument(model, request, prefix_cache)
         call, model_kwargs = config.resolve(model, request)
+        model_kwargs |= taken
         call.ranks = ranks
         model._validate_model_kwargs(model_kwargs.copy())
         model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
