@@ -19,7 +19,7 @@ from .. import families
 from ..decoding.modes import MODES
 from ..memory import caches
 from ..settings import vllm
-from ..settings.fields import FIELDS, OWN_FIELDS
+from ..settings.fields import FIELDS, OWN_FIELDS, FieldError
 from ..settings.kinds import is_zero
 from ..settings.logs import logger
 from ..state.call import Call, ModelKwargs, Prompt, Request
@@ -168,6 +168,12 @@ def prepare_generation_config(
         config.eos_token_id = None
         if config.pad_token_id is None:
             config.pad_token_id = eos[0] if isinstance(eos, list) else eos
+    needed = [("num_beams", True), ("num_return_sequences", True)]
+    needed += [("max_length", config.max_new_tokens is None)]
+    needed += [("length_penalty", (config.num_beams or 1) > 1)]
+    for name, is_needed in needed:
+        if is_needed and getattr(config, name) is None:  # an argument: a config has its default
+            raise FieldError(f"`{name}` has to be {FIELDS[name].kind.words}, but is None.")
     if config.max_new_tokens == vllm.TO_LAST_POSITION:
         if (n_positions := families.max_positions(self)) is None:
             raise ValueError(
