@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import threading
@@ -87,6 +88,9 @@ def test_it_forgets_by_bytes_what_was_used_least() -> None:
         assert memory.nbytes <= MIB
     assert memory.continuation(tail, 3) == [110, 111, 112]
     assert 0 < len(memory) < 40 * 5000
+    for start in range(5000):
+        memory.add([start][: start % 2])  # a text is more than its tokens
+        assert memory.nbytes <= MIB
     memory.clear()
     assert len(memory) == 0
     assert memory.continuation(tail, 3) == []
@@ -128,6 +132,8 @@ def file_of(**changes: Any) -> bytes:
         file_of(tokens=-torch.arange(6, dtype=torch.int32)),
         file_of(lengths=torch.tensor([4, 3])),
         file_of(lengths=torch.tensor([-4, 10])),
+        file_of(lengths=torch.tensor([*[2**62] * 4, 6]), uses=torch.zeros(5, dtype=torch.int64)),
+        file_of(vocab=torch.tensor(math.inf)),
         file_of(lengths=torch.tensor([[4, 2]])),
         file_of(uses=torch.tensor([1])),
         file_of(vocab=torch.tensor([1, 2])),

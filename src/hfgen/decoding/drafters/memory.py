@@ -31,6 +31,7 @@ PLACES = 48  # places of a chain that are looked at, the newest first
 CONFIDENCE = 0.2  # a draft ends where it is less likely than this, by the votes of the places
 OFFSET_BITS = 24  # a place is the number of its text and an offset of so many bits
 BYTES_PER_TOKEN = 12  # of a stored token: the token and the place before it in its chain
+TOKENS_PER_TEXT = 40  # a text takes the bytes of so many tokens besides its own
 KEPT_SHARE = 0.5  # what remains of the tokens, and of each text's uses, when the memory was full
 
 
@@ -78,8 +79,13 @@ class SuffixMemory(Drafter):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tokens and of its index."""
-        return 8 * len(self._newest) + BYTES_PER_TOKEN * self._n_tokens
+        """Bytes of its texts and of its index."""
+        return 8 * len(self._newest) + BYTES_PER_TOKEN * self._n_held
+
+    @property
+    def _n_held(self) -> int:
+        """Its tokens, and those that its texts count for."""
+        return self._n_tokens + TOKENS_PER_TEXT * len(self._texts)
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Remember a text, for instance an answer from elsewhere. Raises ``ValueError`` for no token ids."""
@@ -124,11 +130,11 @@ class SuffixMemory(Drafter):
                 raise ValueError(f"its tensors are {kinds}")
             if len(lengths) != len(uses) or bool((lengths < 0).any() or (uses < 0).any()):
                 raise ValueError("its lengths and uses are no counts of texts")
-            if int(lengths.sum()) != len(tokens):
+            if sum(lengths.tolist()) != len(tokens):  # which does not overflow
                 raise ValueError("its lengths do not sum up to its tokens")
             if bool((tokens < 0).any() or (tokens >= (vocab or 2**31)).any()):
                 raise ValueError("a token is outside of its vocabulary")
-        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        except (SafetensorError, KeyError, OverflowError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{os.fspath(path)!r} is no file that SuffixMemory.save has written: {error}."
             ) from None
@@ -169,7 +175,7 @@ class SuffixMemory(Drafter):
         with self._lock:
             room = min(self._max_tokens // 2, 2**OFFSET_BITS - 1) - len(text.tokens)
             tokens = tokens[: max(room, 0)]
-            if self._n_tokens + len(tokens) > self._max_tokens:
+            if self._n_held + len(tokens) > self._max_tokens:
                 self._forget()
             if text.number not in self._texts:  # forgotten: its beginning is lost
                 return
@@ -192,8 +198,9 @@ class SuffixMemory(Drafter):
         """Drop the texts that were used least, and of these the oldest, and halve the uses of the others."""
         kept, n = [], 0
         for text in sorted(self._texts.values(), key=lambda t: (t.n_used, t.number), reverse=True):
-            if n + len(text.tokens) <= KEPT_SHARE * self._max_tokens:
-                n += len(text.tokens)
+            n_of_text = TOKENS_PER_TEXT + len(text.tokens)
+            if n + n_of_text <= KEPT_SHARE * self._max_tokens:
+                n += n_of_text
                 text.n_used = int(text.n_used * KEPT_SHARE)
                 kept.append(text)
         self._rebuild(sorted(kept, key=lambda text: text.number))
