@@ -12,7 +12,7 @@ from hypothesis import given, seed
 import hfgen
 from hfgen.engine import Engine
 from hfgen.engine.drafting import DraftingRows
-from hfgen.running import hides_padding
+from hfgen.running.padding import hides_padding
 from tests import tiny
 from tests.parity.harness import in_double
 from tests.schedules import Play, Schedule

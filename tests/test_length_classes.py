@@ -15,6 +15,7 @@ from hfgen.engine.classes import MAX_CLASSES, SPLIT_ABOVE, Classes
 from hfgen.engine.joined import JoinedRows
 from tests import tiny
 from tests.parity.decoder_families import DECODER_FAMILIES
+from tests.test_joining import padding_of
 
 DECODERS = {family.name: family for family in DECODER_FAMILIES}
 WAYS: tuple[dict[str, Any], ...] = (
@@ -43,7 +44,7 @@ def check(output: RequestOutput, solo: Any) -> None:
 
 def shares(rows: JoinedRows) -> tuple[int, int]:
     """The cells of padding, and all cells, counted by the batch's own mask."""
-    return sum(rows.batch.padding), rows.ids.numel()
+    return sum(padding_of(rows.batch)), rows.ids.numel()
 
 
 def best_saving(classes: Classes, rows: JoinedRows) -> float:

@@ -20,6 +20,8 @@ from .outputs import GenerateOutput, Recording, Results
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
+    from ..memory.batch import Batch
+
 
 def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
     """Decode until every sequence is finished, yielding each step; closing the iterator stops it."""
@@ -133,7 +135,7 @@ def unfinished(run: Run) -> bool:
     return bool(has_unfinished(run.finished, run.synced_gpus, device=run.ids.device))
 
 
-def commit(run: Run, outputs: ModelOutput, **num_new_tokens: int) -> None:
+def commit(run: Run | Batch, outputs: ModelOutput, **num_new_tokens: int) -> None:
     """Write a forward's cache, mask and positions to ``run.model_kwargs``; some hooks take no ``num_new_tokens``."""
     run.model_kwargs = run.model._update_model_kwargs_for_generation(
         outputs, run.model_kwargs, is_encoder_decoder=run.is_encoder_decoder, **num_new_tokens

@@ -7,8 +7,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from ..memory.batch import Batch
-from ..running import hides_padding
+from ..running import MayJoin
 from .decoding import Decoding
 from .joined import JoinedRows
 from .memory import Memory
@@ -33,13 +32,12 @@ READS = 3
 LAUNCHES = 5e9
 
 
-class Classes:
+class Classes(MayJoin):
     """Decides which rows decode in one batch, by the bytes that padding and one more forward pass cost."""
 
     def __init__(self, model: Any, memory: Memory) -> None:
-        self.model, self.memory = model, memory
-        #: Whether rows may have padding before them, by ``False``, and between their tokens, by ``True``.
-        self.hides: dict[bool, bool] = {}
+        super().__init__(model)
+        self.memory = memory
         weights = sum(weight.nbytes for weight in model.parameters())
         waits = LAUNCHES if model.device.type != "cpu" else 0.0
         #: Of a forward whatever its rows are, in bytes of cells.
@@ -47,19 +45,10 @@ class Classes:
 
     def may_join(self, rows: JoinedRows, other: JoinedRows) -> bool:
         """Whether ``rows`` may join ``other``; what is not known is tried out."""
-        if rows is other or rows.is_closed or other.is_closed or rows.drafts is not other.drafts:
+        if rows is other or rows.drafts is not other.drafts:
             return False
-        if rows.length == other.length and not rows.drafts:
-            return True
-        return self._hides(rows.batch, between=False) and (
-            not rows.drafts or self._hides(rows.batch, between=True)
-        )
-
-    def _hides(self, batch: Batch, between: bool) -> bool:
-        if between not in self.hides:
-            with suppress(ValueError):
-                self.hides[between] = hides_padding(self.model, batch, between=between)
-        return self.hides.get(between, False)
+        longest = max(decoding.longest for decoding in (*rows.moves, *other.moves))
+        return self(rows.batch, other.batch, longest, between=rows.drafts)
 
     def arrange(self, batches: list[JoinedRows]) -> None:
         """Split each batch that has too much padding, and merge two that have become similar."""

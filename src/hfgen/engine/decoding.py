@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .. import families
@@ -71,7 +71,6 @@ class Decoding:
         self.recording = loop.begin(self.run)
         self.rows = Rows(self.run, self.strategy)
         self.prompt_length = self.run.ids.shape[1]
-        self.prompt_ids: list[int] = self.run.ids[0].tolist()
         #: Whether it joins with its drafts, which are verified together with those of others.
         self.drafts = (
             getattr(self.strategy, "shares_rounds", False)
@@ -94,7 +93,7 @@ class Decoding:
         self.n_gaps = 0
         #: How far its drafts were right.
         self.accepted = Depths()
-        self.steps: Iterator[Any] | None = None
+        self.steps = loop.drive(self.run, self.strategy)  # if it decodes beside the batch
         #: Its rows (``PlainRows``), if they choose their tokens together with those of others.
         self.plain: Any = None
         #: Its rows while it waits after it was taken out of the batch, or out of prefill.
@@ -109,6 +108,12 @@ class Decoding:
         """Tokens of a row so far."""
         n_unwritten = 0 if self.plain is None else len(self.plain.unwritten)
         return self.run.ids.shape[1] + n_unwritten
+
+    @property
+    def newest(self) -> Tensor:
+        """The newest token of each row ``(n_rows,)``."""
+        tokens: Tensor = self.run.ids[:, -1] if self.plain is None else self.plain.newest
+        return tokens
 
     @property
     def longest(self) -> int:
@@ -149,11 +154,6 @@ class Decoding:
         )
 
     @property
-    def is_apart(self) -> bool:
-        """Whether its rows need a batch of their own: other rows would change how positions are rotated."""
-        return eligibility.is_length_dependent(self.run.model, self.longest)
-
-    @property
     def may_share_prompt(self) -> bool:
         """Whether the forward pass of its prompt depends on its ids alone, and may be that of others, too."""
         run, call = self.run, self.call
@@ -164,7 +164,7 @@ class Decoding:
             and count(run.model_kwargs["past_key_values"]) is None
             and call.prefixes is None
             and run.config.prefill_chunk_size is None
-            and not self.is_apart
+            and not eligibility.is_length_dependent(run.model, self.longest)
         )
 
     @property
@@ -198,8 +198,6 @@ class Decoding:
 
     def advance(self) -> list[StreamEvent]:
         """Decode one step beside the batch; returns the new events."""
-        if self.steps is None:
-            self.steps = loop.drive(self.run, self.strategy)
         if (step := next(self.steps, None)) is None:
             self.run.finished = True
             return []
@@ -221,7 +219,6 @@ class Decoding:
 
     def close(self) -> None:
         """Release what the call holds."""
-        if self.steps is not None:
-            self.steps.close()  # type: ignore[attr-defined]
+        self.steps.close()
         self.waiting_rows = None
         self.call.release()

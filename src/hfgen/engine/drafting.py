@@ -13,7 +13,7 @@ When gaps are a good part of the batch, they are moved before the rows, where pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from ..decoding.drafters.schedule import Costs
-from ..memory.batch import Batch
 from ..memory.caches.layers import roll_back
 from ..running import verify
 from .decoding import Decoding
@@ -60,7 +59,8 @@ class DraftingRows(JoinedRows):
         self.n_fed = n_new + 1
         drafts = self._by_place(torch.cat(parts))
         ids = torch.cat([self.ids, drafts], dim=1)
-        return verify(self, self.model.__call__, ids, n_new, return_dict=True)  # type: ignore[arg-type]
+        batch: Any = self.batch
+        return verify(batch, batch.model.__call__, ids, n_new, return_dict=True)
 
     def _width(self) -> int:
         """How many columns of drafts to feed: what should make most tokens by time, in all rows."""
@@ -85,7 +85,7 @@ class DraftingRows(JoinedRows):
         logits = outputs.logits[self._index(decoding.places), : decoding.strategy.n_new + 1]
         return CausalLMOutputWithPast(logits=logits, past_key_values=self.moves[decoding])
 
-    def append_newest(self, newest: Mapping[Decoding, Tensor]) -> None:
+    def append_newest(self) -> None:
         """Append the tokens that the requests have gained, and take what they rejected out of the cache."""
         gains = {decoding: decoding.length - self.lengths[decoding] for decoding in self.moves}
         most = max(gains.values())
@@ -103,7 +103,6 @@ class DraftingRows(JoinedRows):
         n_gaps = sum(decoding.n_rows * decoding.n_gaps for decoding in self.moves)
         if n_gaps > MANY_GAPS * self.ids.numel():
             self.close_gaps()
-        self._trim()
 
     def _append_columns(self, new: Tensor) -> None:
         """Append ``new (rows, n)`` ids, and the columns of mask and positions."""
@@ -125,7 +124,3 @@ class DraftingRows(JoinedRows):
             self.batch.ids = self.ids.clamp(min=0)
             for decoding in self.moves:
                 decoding.n_gaps = 0
-
-    def extract(self, decoding: Decoding) -> Batch:
-        self.close_gaps()
-        return super().extract(decoding)

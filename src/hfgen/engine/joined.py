@@ -7,8 +7,8 @@ left, the columns that only it needed are cut off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from ..decoding.loop import commit
-from ..memory.batch import Batch, OfBatch, take_rows
+from ..memory.batch import Batch, outputs_of
 from ..running import next_token, prefill
-from ..streaming.plain import Choice, Choices
+from ..streaming.plain import Choices
 from .decoding import Decoding
 
 
@@ -42,42 +42,38 @@ class Moves(Cache):
         """The batch knows how many tokens the request has gained."""
 
 
-class JoinedRows(OfBatch):
-    """The decoding rows of several requests, at first of ``decodings``: the rows of ``batch``."""
+class JoinedRows:
+    """The decoding rows of several requests, at first of ``decodings``: the rows of ``batch``, in their order."""
 
     #: Whether a forward feeds drafts besides the newest tokens.
     drafts = False
 
-    def __init__(self, model: Any, decodings: Sequence[Decoding], batch: Batch) -> None:
-        self.model, self.batch = model, batch
+    def __init__(self, decodings: Sequence[Decoding], batch: Batch) -> None:
+        self.batch = batch
         self.moves = {decoding: Moves() for decoding in decodings}
+        places = iter(range(len(batch)))
         for decoding, moves in self.moves.items():
             decoding.leave_cache(moves)
-        self._number()
-        #: No other request may join.
-        self.is_closed = False
+            decoding.places = [*islice(places, decoding.n_rows)]
         #: The same object for all batches whose rows could be in one.
         self.kind = object()
         self.choices = Choices()
 
     @classmethod
-    def of_prompts(
-        cls, model: Any, decodings: Sequence[Decoding]
-    ) -> tuple[JoinedRows, list[ModelOutput]]:
+    def of_prompts(cls, decodings: Sequence[Decoding]) -> tuple[JoinedRows, list[ModelOutput]]:
         """Forward whole prompts at once, padded on the left; returns their rows, and the outputs of each request."""
-        runs = [decoding.run for decoding in decodings]
-        batch, *others = (Batch(r.ids, r.model_kwargs | {"past_key_values": None}) for r in runs)
-        for other in others:
-            batch.append(other)
-        cache = runs[0].model_kwargs["past_key_values"]
+        first, *others = (decoding.run for decoding in decodings)
+        batch = Batch(first.ids, first.model_kwargs | {"past_key_values": None}, first.model)
+        for run in others:
+            batch.append(Batch(run.ids, run.model_kwargs | {"past_key_values": None}))
+        cache = first.model_kwargs["past_key_values"]
         cache.expect(max(decoding.longest for decoding in decodings))
-        kwargs = batch.model_kwargs | {"past_key_values": cache}
-        kwargs.setdefault("attention_mask", torch.ones_like(batch.ids))
-        outputs = prefill(model, batch.ids, runs[0].config, kwargs)
+        batch.model_kwargs["past_key_values"] = cache
+        batch.model_kwargs.setdefault("attention_mask", torch.ones_like(batch.ids))
+        outputs = prefill(batch.model, batch.ids, first.config, batch.model_kwargs)
         assert cache.get_seq_length() == batch.ids.shape[1]
-        batch.model_kwargs = kwargs
-        rows = cls(model, decodings, batch)
-        commit(rows, outputs)  # type: ignore[arg-type]
+        rows = cls(decodings, batch)
+        commit(batch, outputs)
         return rows, [rows.outputs_of(decoding, outputs) for decoding in decodings]
 
     def __len__(self) -> int:
@@ -90,25 +86,23 @@ class JoinedRows(OfBatch):
         return list(self.moves)
 
     @property
+    def ids(self) -> Tensor:
+        """Token ids ``(rows, columns)``, padding included."""
+        return self.batch.ids
+
+    @property
     def length(self) -> int:
         """Columns, padding included."""
         return self.ids.shape[1]
 
     def absorb(self, other: JoinedRows) -> None:
-        """Add all rows of another batch. Raises ``ValueError`` as ``append``."""
+        """Add all rows of another batch. Raises ``ValueError`` as ``Batch.append``."""
         n_before = len(self)
-        self.append(other.batch)
+        self.batch.append(other.batch)
         for decoding in other.moves:
             decoding.places = [n_before + place for place in decoding.places]
         self.moves |= other.moves
         other.moves = {}
-
-    def _number(self) -> None:
-        """Assign the rows of the batch to the requests, in their order."""
-        start = 0
-        for decoding in self.moves:
-            decoding.places = list(range(start, start + decoding.n_rows))
-            start += decoding.n_rows
 
     def leave(self, decoding: Decoding) -> None:
         """Remove the rows of a request; the last rows move into their places."""
@@ -124,12 +118,22 @@ class JoinedRows(OfBatch):
         if not self.moves:
             del self.batch  # free its memory now: the step refers to these rows until its end
 
+    def split(self, leaving: Sequence[Decoding]) -> JoinedRows:
+        """Move some of the requests to another batch, which is returned."""
+        places = torch.tensor([place for decoding in leaving for place in decoding.places])
+        batch = self.batch.extract(places)
+        for decoding in leaving:
+            self.leave(decoding)
+        other = type(self)(leaving, batch)
+        other.kind = self.kind
+        for rows in (self, other):
+            rows.trim()
+        return other
+
     def extract(self, decoding: Decoding) -> Batch:
         """Remove the rows of a request; returns them, without padding."""
-        batch = self.batch.extract(torch.tensor(decoding.places))
-        batch.trim_to(decoding.length)
-        self.leave(decoding)
-        return batch
+        self.close_gaps()
+        return self.split([decoding]).batch
 
     def close_gaps(self) -> None:
         """Make the tokens of each row consecutive; here they always are."""
@@ -148,43 +152,29 @@ class JoinedRows(OfBatch):
         n_tokens = decoding.run.ids.shape[1] - 1
         session.adopt(self.batch.caches["past_key_values"], places, n_tokens)
 
-    # ------------------------------------------------------------ batches that become two, or one
-
-    def split(self, leaving: list[Decoding]) -> JoinedRows:
-        """Move some of the requests, not all, to another batch, which is returned."""
-        places = torch.tensor([place for decoding in leaving for place in decoding.places])
-        other = type(self)(self.model, leaving, self.batch.extract(places))
-        other.kind = self.kind
-        self.moves = {one: moves for one, moves in self.moves.items() if one not in other.moves}
-        self.batch.take(torch.tensor([place for each in self.moves for place in each.places]))
-        self._number()
-        self._trim()
-        other._trim()
-        return other
-
     # ------------------------------------------------------------ a step
 
-    def _trim(self) -> None:
-        """Cut off the columns that are padding in all rows."""
-        self.batch.trim_to(max(decoding.length + decoding.n_gaps for decoding in self.moves))
+    def trim(self) -> None:
+        """Cut off the columns that are padding in all rows; not between ``forward`` and ``append_newest``."""
+        if self.moves:
+            self.batch.trim_to(max(decoding.length + decoding.n_gaps for decoding in self.moves))
 
     def forward(self) -> ModelOutput:
         """Forward the newest token of each row; the outputs have a row for each."""
-        outputs = next_token(self, self.model.__call__)  # type: ignore[arg-type]
-        commit(self, outputs)  # type: ignore[arg-type]
+        outputs = next_token(self.batch, self.batch.model.__call__)
+        commit(self.batch, outputs)
         return outputs
 
-    def choose(self, outputs: ModelOutput) -> dict[Decoding, Choice]:
-        """What each plain request has chosen."""
+    def choose(self, outputs: ModelOutput) -> list[Decoding]:
+        """Choose the next tokens of the plain requests, which are returned."""
         plain = sorted((d for d in self.moves if d.plain is not None), key=lambda d: d.places[0])
-        if not plain:
-            return {}
-        places = [place for decoding in plain for place in decoding.places]
-        logits: Tensor = outputs["logits"][:, -1]
-        if places != list(range(len(logits))):
-            logits = logits[self._index(places)]
-        choices = self.choices.choose([decoding.plain for decoding in plain], logits)
-        return dict(zip(plain, choices, strict=True))
+        if plain:
+            places = [place for decoding in plain for place in decoding.places]
+            logits: Tensor = outputs["logits"][:, -1]
+            if places != list(range(len(logits))):
+                logits = logits[self._index(places)]
+            self.choices.choose([decoding.plain for decoding in plain], logits)
+        return plain
 
     def _index(self, places: list[int]) -> Tensor:
         return self.choices.index(self.ids.device, places)
@@ -196,25 +186,13 @@ class JoinedRows(OfBatch):
         if n == 1 and isinstance(outputs, CausalLMOutputWithPast):
             logits = outputs.logits[first : first + 1]
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        part: ModelOutput = take_rows(outputs, self._index(decoding.places), len(self.batch))
-        for name, value in part.items():
-            if isinstance(value, Cache):
-                part[name] = cache
-        return part
+        return outputs_of(outputs, self._index(decoding.places), len(self.batch), cache)
 
-    def append_newest(self, newest: Mapping[Decoding, Tensor]) -> None:
-        """Append the tokens that the requests have chosen, after reordering beams.
-
-        ``newest``: those of some requests ``(n_rows,)``. The ids of the others end with theirs.
-        """
+    def append_newest(self) -> None:
+        """Append the tokens that the requests have chosen, after reordering beams."""
         self._apply_moves()
-        parts: list[Tensor] = []
-        for decoding in self.moves:
-            tokens = newest.get(decoding)
-            parts.append(decoding.run.ids[:, -1] if tokens is None else tokens)
-        column = self._by_place(torch.cat(parts))
+        column = self._by_place(torch.cat([decoding.newest for decoding in self.moves]))
         self.batch.ids = torch.cat([self.batch.ids, column[:, None]], dim=1)
-        self._trim()
 
     def _by_place(self, rows: Tensor) -> Tensor:
         """``rows`` of the requests, one after the other, in the order of the batch."""

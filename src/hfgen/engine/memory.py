@@ -82,7 +82,8 @@ def make_way(steps: Steps) -> None:
             decoding = request.decoding
             joined = next((rows for rows in steps.joined if decoding in rows.moves), None)
             if joined is None:  # in prefill
-                decoding.waiting_rows = Batch(decoding.run.ids, decoding.run.model_kwargs)
+                run = decoding.run
+                decoding.waiting_rows = Batch(run.ids, run.model_kwargs, run.model)
             else:
                 decoding.waiting_rows = joined.extract(decoding)
                 steps.joined = [rows for rows in steps.joined if len(rows)]

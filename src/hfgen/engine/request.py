@@ -163,7 +163,7 @@ class EngineRequest(Item):
             times.time_per_output_token = decode_time / (longest - 1)
         self.output = RequestOutput(
             self.id,
-            [] if decoding is None else decoding.prompt_ids,
+            [] if run is None else run.prompts[0].tolist(),
             [self.sequences[row] for row in sorted(self.sequences)],
             times,
             error,

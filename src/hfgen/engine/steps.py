@@ -9,7 +9,6 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import families
 from ..logits.stopping import FinishReason
@@ -123,18 +122,11 @@ class Steps:
                     self.end(request)
                 else:
                     chunks.append(chunk)
-        may_share = {
-            chunk
-            for chunk in chunks
-            if chunk.n_tokens == chunk.item.n_tokens
-            and self.classes.hides.get(False)
-            and chunk.item.decoding.may_share_prompt
-        }
         groups: list[list[Chunk]] = []
         for chunk in sorted(chunks, key=lambda chunk: -chunk.n_tokens):
             longest = groups[-1][0] if groups else chunk
-            is_near = chunk.n_tokens >= SHORTEST * longest.n_tokens
-            if is_near and longest is not chunk and {chunk, longest} <= may_share:
+            is_near = chunk.n_tokens >= SHORTEST * longest.n_tokens and chunk is not longest
+            if is_near and self._may_share(chunk) and self._may_share(longest):
                 groups[-1].append(chunk)
             else:
                 groups.append([chunk])
@@ -144,11 +136,17 @@ class Steps:
             else:
                 self._forward_chunk(group[0].item, group[0].n_tokens)
 
+    def _may_share(self, chunk: Chunk) -> bool:
+        """Whether a prompt may be forwarded together with others."""
+        is_whole = chunk.n_tokens == chunk.item.n_tokens
+        hides_padding = self.classes.hides.get(False, False)
+        return is_whole and hides_padding and chunk.item.decoding.may_share_prompt
+
     def _forward_group(self, requests: list[EngineRequest]) -> None:
         """Forward whole prompts at once; their rows join those that decode."""
         decodings: list[Any] = [request.decoding for request in requests]
         try:
-            rows, outputs = JoinedRows.of_prompts(self.model, decodings)
+            rows, outputs = JoinedRows.of_prompts(decodings)
         except Exception as error:
             for request in requests:
                 self.end(request, error)
@@ -162,7 +160,8 @@ class Steps:
         if len(rows):
             for decoding in rows.members:
                 decoding.plain = PlainRows.of(decoding.rows)
-            rows.append_newest({})
+            rows.append_newest()
+            rows.trim()
             self._merge(rows)
 
     def _forward_chunk(self, request: EngineRequest, n_tokens: int) -> None:
@@ -187,7 +186,7 @@ class Steps:
                         session.detach()
                     decoding.check()
                     decoding.plain = PlainRows.of(decoding.rows)
-                    self.place(decoding, Batch(run.ids.clone(), run.model_kwargs))
+                    self.place(decoding, Batch(run.ids.clone(), run.model_kwargs, run.model))
 
     def _measure(self, decoding: Decoding) -> None:
         """Measure a row's bytes on the first cache; end waiting requests that can never fit."""
@@ -207,9 +206,7 @@ class Steps:
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
         """Add the rows of a request, those of ``batch``, to a batch of their form or to a new one."""
-        kind = DraftingRows if decoding.drafts else JoinedRows
-        rows = kind(self.model, [decoding], batch)
-        rows.is_closed = decoding.is_apart
+        rows = (DraftingRows if decoding.drafts else JoinedRows)([decoding], batch)
         self.joined.append(rows)
         self._merge(rows)
 
@@ -238,27 +235,22 @@ class Steps:
         n_filled = sum(decoding.n_rows * decoding.length for decoding in rows.members)
         self.stats.n_cells += rows.ids.numel()
         self.stats.n_padding += rows.ids.numel() - n_filled
-        # Rows that leave change the places of others, so outputs are split before.
+        # Rows that fail change the places of others, so outputs are split before.
         others = [decoding for decoding in rows.members if decoding.plain is None]
         parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in others]
-        newest: dict[Decoding, Tensor] = {}
-        for decoding, choice in rows.choose(outputs).items():
+        gained: list[tuple[EngineRequest, list[StreamEvent]]] = []
+        for decoding in rows.choose(outputs):
             with self.failures_of(decoding.request):
-                newest[decoding] = choice.on_device
-                self._gain(decoding.request, decoding.plain.take(choice))
-        gained = []
+                gained.append((decoding.request, decoding.plain.take()))
         for decoding, own_outputs in parts:
             with self.failures_of(decoding.request):
-                events = decoding.rows.step(own_outputs)
-                if rows.drafts:  # what it has rejected is in the cache as yet
-                    gained.append((decoding.request, events))
-                else:
-                    self._gain(decoding.request, events)
+                gained.append((decoding.request, decoding.rows.step(own_outputs)))
         if len(rows):
-            rows.append_newest(newest)
+            rows.append_newest()
         for request, events in gained:
             with self.failures_of(request):
                 self._gain(request, events)
+        rows.trim()
 
     # ------------------------------------------------------------ what requests gain, and how they end
 

@@ -52,6 +52,15 @@ def take_rows(value: Any, index: Tensor, n_rows: int, name: str = "") -> Any:
     return value.index_select(dim, index.to(value.device))
 
 
+def outputs_of(outputs: ModelOutput, index: Tensor, n_rows: int, cache: Any = None) -> ModelOutput:
+    """The rows ``index (wanted,)`` of the outputs of a forward of ``n_rows``, with another ``cache``."""
+    fields = {
+        name: cache if isinstance(value, Cache) else take_rows(value, index, n_rows, name)
+        for name, value in outputs.items()
+    }
+    return type(outputs)(**fields)
+
+
 def map_outputs(outputs: ModelOutput, take: Change, rows_of_states: int) -> None:
     """Replace the outputs that a step reads by ``take(output, dimension of its rows)``.
 
@@ -68,15 +77,23 @@ def map_outputs(outputs: ModelOutput, take: Change, rows_of_states: int) -> None
             )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
-    """The rows of a decoding step: ``ids (rows, length)``, and arguments with a cache of all but the last."""
+    """The rows of a decoding step: ``ids (rows, length)``, and arguments with a cache of all but the last.
+
+    With a ``model``, it can be forwarded as a ``Run``.
+    """
 
     ids: Tensor
     model_kwargs: ModelKwargs
+    model: Any = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.model.config.is_encoder_decoder)
 
     @property
     def caches(self) -> dict[str, Any]:
@@ -109,6 +126,13 @@ class Batch:
         a mask that hides both. Raises ``ValueError``, before anything is changed, if arguments or
         caches cannot be joined. A cache writes the rows that join, and seldom the others.
         """
+        both: Any = [batch.model_kwargs.get("encoder_outputs") for batch in (self, other)]
+        if None not in both and getattr(self.model, "main_input_name", "input_ids") != "input_ids":
+            length, other_length = (states[0].shape[1] for states in both)
+            if length != other_length:  # a mask over frames of speech has another unit than states
+                raise ValueError(
+                    f"Encoder's states of {other_length} cannot be padded to {length}."
+                )
         arguments, added = _with_masks(self, other)
         joined: ModelKwargs = {}
         for name in arguments.keys() | added.keys():
@@ -128,9 +152,9 @@ class Batch:
         for name, cache in self.caches.items():
             slots.append(cache, other.caches[name])
             joined[name] = cache
-        both = (self.ids, other.ids)
-        length = max(ids.shape[1] for ids in both)
-        padded = [F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id) for ids in both]
+        ids = (self.ids, other.ids)
+        length = max(each.shape[1] for each in ids)
+        padded = [F.pad(each, (length - each.shape[1], 0), value=pad_token_id) for each in ids]
         self.ids, self.model_kwargs = torch.cat(padded), joined
 
     def leave(self, row: int) -> None:
@@ -155,7 +179,7 @@ class Batch:
             name: extracted.get(id(value)) or take_rows(value, index, len(self), name)
             for name, value in self.model_kwargs.items()
         }
-        return Batch(self.ids[index], kwargs)
+        return Batch(self.ids[index], kwargs, self.model)
 
     def move(self, index: Tensor) -> None:
         """``take`` of no more rows, without writing those that stay. Raises as ``leave``."""
@@ -189,7 +213,7 @@ class Batch:
             raise ValueError(f"`n_tokens`={n_tokens!r} cannot be trimmed from {length} columns.")
         for cache in self.caches.values():
             slots.trim(cache, n_tokens)
-        encoder_masks = {"attention_mask"} - {_own_mask(self.model_kwargs)}
+        encoder_masks = {"attention_mask"} - {own_mask(self.model_kwargs)}
         for name, value in self.model_kwargs.items():
             dim = None if name in encoder_masks else TOKEN_DIM.get(name)
             if dim is None or not isinstance(value, Tensor) or value.ndim < -dim:
@@ -203,16 +227,8 @@ class Batch:
         if (n_tokens := self.ids.shape[1] - length) > 0:
             self.trim(n_tokens)
 
-    @property
-    def padding(self) -> list[int]:
-        """The number of padding columns on the left of each row; the smallest of them can be trimmed."""
-        mask = self.model_kwargs.get(_own_mask(self.model_kwargs))
-        if mask is None:
-            return [0] * len(self)
-        return (mask.cumsum(dim=-1) == 0).sum(dim=-1).tolist()
 
-
-def _own_mask(kwargs: ModelKwargs) -> str:
+def own_mask(kwargs: ModelKwargs) -> str:
     """The name of the mask over the ids: with an encoder, ``attention_mask`` is the encoder's."""
     is_encoder_decoder = kwargs.get("encoder_outputs") is not None
     return "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
@@ -221,7 +237,7 @@ def _own_mask(kwargs: ModelKwargs) -> str:
 def _with_masks(batch: Batch, other: Batch) -> list[ModelKwargs]:
     """The arguments of both, with masks of ones where only one has a mask, or lengths differ."""
     both = [dict(batch.model_kwargs), dict(other.model_kwargs)]
-    masked = [(_own_mask(batch.model_kwargs), [batch.ids, other.ids])]
+    masked = [(own_mask(batch.model_kwargs), [batch.ids, other.ids])]
     encoded: list[Any] = [kwargs.get("encoder_outputs") for kwargs in both]
     if None not in encoded:
         masked.append(("attention_mask", [output[0] for output in encoded]))
@@ -261,38 +277,3 @@ def _joined(name: str, one: Any, two: Any, n_rows: tuple[int, int]) -> Any:
         pair = f"{tuple(one.shape)} and {tuple(two.shape)}"
         raise ValueError(f"Rows cannot be joined: `{name}` has the shapes {pair}.")
     return torch.cat([parts[0], parts[1].to(parts[0].device)], dim=dim)
-
-
-class OfBatch:
-    """Who has a ``batch`` and a ``model`` reads like a ``Run`` for ``running.next_token``."""
-
-    model: Any
-    batch: Batch
-
-    @property
-    def ids(self) -> Tensor:
-        """Token ids ``(rows, columns)``, padding included."""
-        return self.batch.ids
-
-    @property
-    def model_kwargs(self) -> ModelKwargs:
-        return self.batch.model_kwargs
-
-    @model_kwargs.setter
-    def model_kwargs(self, model_kwargs: ModelKwargs) -> None:
-        self.batch.model_kwargs = model_kwargs
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        return bool(self.model.config.is_encoder_decoder)
-
-    def append(self, other: Batch) -> None:
-        """Append rows. Raises ``ValueError``, before anything is changed, if they cannot join."""
-        both: Any = [each.model_kwargs.get("encoder_outputs") for each in (self.batch, other)]
-        if None not in both and self.model.main_input_name != "input_ids":
-            length, other_length = (states[0].shape[1] for states in both)
-            if length != other_length:  # a mask over frames of speech has another unit than states
-                raise ValueError(
-                    f"Encoder's states of {other_length} cannot be padded to {length}."
-                )
-        self.batch.append(other)

@@ -18,5 +18,5 @@ from .executor import last_logits as last_logits
 from .executor import next_token as next_token
 from .executor import prefill as prefill
 from .executor import verify as verify
-from .padding import hides_padding as hides_padding
+from .padding import MayJoin as MayJoin
 from .step_inputs import resized as resized

@@ -16,6 +16,7 @@ from transformers import GenerationMixin as UpstreamMixin
 from transformers.utils import ModelOutput
 
 from ..families import parameters
+from ..memory.batch import Batch
 from ..memory.caches import layers
 from ..memory.caches.static import visible_length
 from ..state.call import ModelKwargs
@@ -110,7 +111,7 @@ def verify(
 
 
 def next_token(
-    run: Run, execute: Callable, ids: torch.Tensor | None = None, n_new: int = 1
+    run: Run | Batch, execute: Callable, ids: torch.Tensor | None = None, n_new: int = 1
 ) -> ModelOutput:
     """Forward the last ``n_new`` tokens of ``ids (rows, length)`` or ``run.ids``; all of them without a cache."""
     model_inputs = run.model.prepare_inputs_for_generation(

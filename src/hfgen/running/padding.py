@@ -1,9 +1,9 @@
-"""Tests whether a model hides left padding, by a forward pass, since no config tells it."""
+"""Tests whether rows of a model may share a batch: whether it hides padding, by a forward pass, since no config tells."""
 
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .. import families
 from ..memory.batch import Batch
 from ..memory.caches.layers import layers_of
 from .executor import next_token
+from .prefix import eligibility
 from .row_states import have_changed, module_tensors, restored
 
 #: How many columns of padding are tried.
@@ -21,6 +22,32 @@ N_COLUMNS = 4
 
 #: Logits may differ by this share of their range, or by a few roundings, or as they do for two rows.
 TOLERANCE, ROUNDINGS, TIMES_OF_TWO_ROWS = 1e-5, 4, 8
+
+
+class MayJoin:
+    """Whether rows of a ``model`` may be in one batch. What is not known is tried out when it matters."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        #: Whether rows may have padding before them, by ``False``, and between their tokens, by ``True``.
+        self.hides: dict[bool, bool] = {}
+
+    def __call__(self, batch: Batch, other: Batch, longest: int, *, between: bool = False) -> bool:
+        """Whether the rows of two batches, which end with ``longest`` tokens at most, may be in one.
+
+        ``between``: rows get padding between their tokens.
+        """
+        if eligibility.is_length_dependent(self.model, longest):
+            return False  # other rows would change how positions are rotated
+        if batch.ids.shape[1] == other.ids.shape[1] and not between:
+            return True
+        return self._hides(batch, False) and (not between or self._hides(batch, True))
+
+    def _hides(self, batch: Batch, between: bool) -> bool:
+        if between not in self.hides:
+            with suppress(ValueError):
+                self.hides[between] = hides_padding(self.model, batch, between=between)
+        return self.hides.get(between, False)
 
 
 @torch.no_grad()
@@ -38,24 +65,25 @@ def hides_padding(model: Any, batch: Batch, *, between: bool = False) -> bool:
     holds_rows = any(getattr(layer, "is_initialized", True) for layer in layers_of(cache))
     if isinstance(cache, Cache) and not holds_rows:
         return False  # the model ignores its cache (OpenAI GPT), and reads the padding at each step
-    row = copy.deepcopy(batch)
+    row = copy.deepcopy(batch, {id(model): model})
+    row.model = model
     if len(row) > 1:
         row.take(torch.tensor([0]))
     # Of equal tokens, attention gives the mean at any distance.
     row.ids[:, -1] = _unlike(model, row.ids)
-    longer, twice = copy.deepcopy(row), copy.deepcopy(row)
+    longer, twice = (copy.deepcopy(row, {id(model): model}) for _ in range(2))
     twice.append(row)
     before = module_tensors(model)
     with restored(model):
         for _ in range(N_COLUMNS):
-            _decode(model, longer)
+            _decode(longer)
         if have_changed(model, before):
             return False  # a module remembers rows
         if between:
             _hide_newest(longer, row)
         else:
             longer.append(row)
-        padded, beside, alone = (_decode(model, rows)[-1] for rows in (longer, twice, row))
+        padded, beside, alone = (_decode(rows)[-1] for rows in (longer, twice, row))
     is_finite = alone.isfinite()
     if not torch.equal(is_finite, padded.isfinite()):
         return False  # a mask of float64's smallest numbers overflows (ProphetNet)
@@ -70,10 +98,10 @@ def _unlike(model: Any, ids: Tensor) -> int:
     """A token that is not among ``ids``, and has no position or features of its own."""
     embedding, others = families.token_embedding(model), {*ids.flatten().tolist()}
     if embedding is None:
-        return int(ids[0, -1])
+        return int(ids[0, -2])
     others |= {families.position_pad(model), *families.placeholder_tokens(model)}
     n = embedding.num_embeddings
-    return next((token for token in range(n // 2, n) if token not in others), int(ids[0, -1]))
+    return next((token for token in range(n // 2, n) if token not in others), int(ids[0, -2]))
 
 
 def _hide_newest(longer: Batch, row: Batch) -> None:
@@ -88,10 +116,10 @@ def _hide_newest(longer: Batch, row: Batch) -> None:
         kwargs["position_ids"] = positions - (longer.ids.shape[1] - length)
 
 
-def _decode(model: Any, batch: Batch) -> Tensor:
+def _decode(batch: Batch) -> Tensor:
     """The logits ``(rows, vocab)`` of the next token; the likeliest one is added."""
-    run: Any = SimpleNamespace(model=model, ids=batch.ids, model_kwargs=batch.model_kwargs)
-    outputs = next_token(run, model.__call__)
+    model = batch.model
+    outputs = next_token(batch, model.__call__)
     logits: Tensor = outputs.logits[:, -1].float()
     batch.model_kwargs = model._update_model_kwargs_for_generation(
         outputs, batch.model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder

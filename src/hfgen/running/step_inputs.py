@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 from .. import families
 from ..families import parameters
 from ..memory import buffers
+from ..memory.batch import Batch
 from ..settings.logs import logger
 from ..state.call import ModelKwargs
 from ..state.run import Run
@@ -40,7 +41,7 @@ def _fillers(is_encoder_decoder: bool) -> dict[str, buffers.Fill]:
     }
 
 
-def resized(run: Run, n_new: int) -> ModelKwargs:
+def resized(run: Run | Batch, n_new: int) -> ModelKwargs:
     """A copy of the model kwargs for ids that are ``n_new`` longer, or shorter if that is negative."""
     model_kwargs = dict(run.model_kwargs)
     if n_new == 0:

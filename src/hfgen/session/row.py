@@ -30,7 +30,7 @@ from ..state.call import Call, Request
 from ..state.run import Run
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
-from ..streaming.plain import Choice, PlainRows
+from ..streaming.plain import PlainRows
 from .arguments import check
 from .states import States
 
@@ -162,13 +162,12 @@ class Row:
         #: The row, if it chooses its token together with others.
         self.plain = PlainRows.of(self.events, kind=Continued)
 
-    def choose(self, choice: Choice | None) -> list[StreamEvent]:
-        """Append the ``choice``, or else choose the next token by ``outputs``; returns the events, of row 0."""
-        if choice is None:
+    def take(self) -> list[StreamEvent]:
+        """Append the token that was chosen with others, or else choose it by ``outputs``; returns the events, of row 0."""
+        if self.plain is None:
             events = self.events.step(self.outputs)
         else:
-            assert self.plain is not None
-            events = self.plain.take(choice)
+            events = self.plain.take()
             self.plain.write()
         self.reason = next((e.finish_reason for e in events if e.finish_reason), None)
         self.outputs = None
@@ -232,25 +231,21 @@ class Row:
         if n == 0:
             return
         self.set_tokens(self.tokens[:-n])
-        self.n_foreign = min(self.n_foreign, self.n_tokens - self.n_prompt)
-        length, self.outputs = self.n_tokens, None
-        at_prompt = next((s for s in self.snapshots if s.length == self.n_prompt), None)
+        length = self.n_tokens
+        self.n_foreign = min(self.n_foreign, length - self.n_prompt)
         self.snapshots = [s for s in self.snapshots if s.length <= length]
-        if self.states is not None and self.states.can_crop:
-            if length > self.n_prompt:
-                self.n_cached = min(self.n_cached, length - 1)
-                return
-            if at_prompt is not None:
-                self.n_cached, self.outputs = length, at_prompt.outputs
-                return
-        usable = [
-            s for s in self.snapshots if s.states and (s.length < length or s.outputs is not None)
-        ]
-        self.leave_states()
-        if usable:
-            last = usable[-1]
-            self.states, self.place, self.n_cached = last.states, last.place, last.length
-            self.outputs = last.outputs if last.length == length else None
+        outputs = next((s.outputs for s in self.snapshots if s.length == length), None)
+        is_known = outputs is not None
+        can_crop = self.states is not None and self.states.can_crop
+        if can_crop and (is_known or length > self.n_prompt):
+            self.n_cached = length if is_known else min(self.n_cached, length - 1)
+        else:
+            self.leave_states()
+            usable = [s for s in self.snapshots if s.states and (s.length < length or is_known)]
+            if usable:
+                last = usable[-1]
+                self.states, self.place, self.n_cached = last.states, last.place, last.length
+        self.outputs = outputs if self.states is not None else None
 
     def take_snapshot(self, is_prompt: bool = False) -> None:
         """Keep the states of now, if the cache cannot be cropped; of a prompt, at least the outputs."""

@@ -18,10 +18,10 @@ from ..memory.batch import TOKEN_DIM
 from ..mixin import mixed_view
 from ..state.call import Request
 from ..streaming import StreamEvent
-from ..streaming.plain import Choice, Choices
+from ..streaming.plain import Choices
 from .arguments import IDS, REFUSED, check_each, check_number, edits_of, ids_of, split
 from .row import Row
-from .states import MayJoin, forward, logits_of
+from .states import MayJoinStates, forward, logits_of
 
 
 class SessionError(RuntimeError):
@@ -62,7 +62,7 @@ class Session(AbstractContextManager["Session"]):
         check_number(snapshot_bytes, "snapshot_bytes", 0)
         self.model: Any = mixed_view(model)
         self.snapshot_every, self.snapshot_bytes = snapshot_every, snapshot_bytes
-        self._may_join, self._choices = MayJoin(self.model), Choices()
+        self._may_join, self._choices = MayJoinStates(self.model), Choices()
         self._lock = threading.Lock()
         self._is_closed = False
         if families.keeps_other_state(self.model):
@@ -164,12 +164,11 @@ class Session(AbstractContextManager["Session"]):
         before = [(row, row.tokens, row.outputs) for row in active]
         events: list[StreamEvent] = []
         try:
-            choices: dict[Any, Choice] = {}
             if together := [row for row in active if row.plain is not None]:
                 plain: Any = [row.plain for row in together]
-                choices = {c.rows: c for c in self._choices.choose(plain, logits_of(together))}
+                self._choices.choose(plain, logits_of(together))
             for row in active:
-                number, new = self._rows.index(row), row.choose(choices.get(row.plain))
+                number, new = self._rows.index(row), row.take()
                 events += [dataclasses.replace(event, row=number) for event in new]
         except BaseException:
             for row, tokens, outputs in before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,11 @@ from transformers.cache_utils import (
 
 from .. import families
 from ..decoding.loop import commit
-from ..memory.batch import Batch, OfBatch, take_rows
+from ..memory.batch import Batch, outputs_of
 from ..memory.caches import slots
 from ..memory.caches.dynamic import upstream_kind
 from ..memory.caches.layers import layers_of, roll_back
-from ..running import hides_padding, last_logits, next_token, prefill, resized
+from ..running import MayJoin, last_logits, next_token, prefill, resized
 from ..running.prefix import eligibility
 from ..running.row_states import foreign_code
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FULL = (DynamicLayer, DynamicIndexedLayer, *families.EMPTY_LAYERS)
 
 
-class States(OfBatch):
+class States:
     """A batch of rows with their cache, all of which end in the same column.
 
     ``batch`` has one more column than the cache holds: that of the tokens that come next. ``rows``: whose
@@ -42,8 +42,8 @@ class States(OfBatch):
     ``is_shared``: rows of other sessions or snapshots have the same states, so that nothing writes to them.
     """
 
-    def __init__(self, model: Any, batch: Batch, rows: Sequence[Row], held: list[int]) -> None:
-        self.model, self.batch, self.held = model, batch, held
+    def __init__(self, batch: Batch, rows: Sequence[Row], held: list[int]) -> None:
+        self.model, self.batch, self.held = batch.model, batch, held
         self.rows: list[Row | None] = []
         self.is_shared = False
         self._add(rows)
@@ -66,8 +66,8 @@ class States(OfBatch):
         with edited(row, call.prompt, row.n_prompt):
             outputs = prefill(model, call.prompt.ids, call.config, kwargs)
         ids = torch.nn.functional.pad(call.prompt.ids, (0, 1))
-        states = cls(model, Batch(ids, kwargs), [row], [row.n_prompt])
-        commit(states, outputs)  # type: ignore[arg-type]
+        states = cls(Batch(ids, kwargs, model), [row], [row.n_prompt])
+        commit(states.batch, outputs)
         if not isinstance(states.cache, Cache):
             raise ValueError(
                 f"{type(model).__name__} decodes without a cache of a known kind, so its rows cannot be "
@@ -127,19 +127,19 @@ class States(OfBatch):
         for row in rows:
             self.drop(row)
         batch.trim_to(max(held) + 1)
-        return States(self.model, batch, rows, held)
+        return States(batch, rows, held)
 
     def crop(self, n: int) -> None:
         """Drop the last ``n`` tokens of all rows."""
         for cache in self.batch.caches.values():
             roll_back(cache, n, families.layers_of_images(self.model))
-        self.model_kwargs = resized(self, -n)  # type: ignore[arg-type]
+        self.batch.model_kwargs = resized(self.batch, -n)
         self.batch.ids = self.batch.ids[:, :-n]
         self.held = [length - n for length in self.held]
 
     def absorb(self, other: States) -> None:
         """Append the rows of ``other``. Raises ``ValueError``, before anything is changed, if they cannot join."""
-        self.append(other.batch)
+        self.batch.append(other.batch)
         self.held += other.held
         self._add(other.rows)
 
@@ -148,16 +148,17 @@ class States(OfBatch):
     def forward(self, n: int) -> None:
         """Forward the next ``n`` tokens of each row, which get outputs."""
         rows: list[Any] = self.rows
+        batch = self.batch
         at_once = n if n == 1 or self.can_extend else 1
         newest = torch.stack([row.run.ids[0, -n:] for row in rows])
         for start in range(0, n, at_once):
             tokens = newest[:, start : start + at_once]
-            self.batch.ids = torch.cat([self.batch.ids[:, :-1], tokens], dim=1)
-            self.model_kwargs = resized(self, at_once - 1)  # type: ignore[arg-type]
-            with edited(rows[0], self, max(self.held) + start + at_once):
-                outputs = next_token(self, self.model.__call__, n_new=at_once)  # type: ignore[arg-type]
-            commit(self, outputs)  # type: ignore[arg-type]
-            self.batch.ids = torch.nn.functional.pad(self.batch.ids, (0, 1))
+            batch.ids = torch.cat([batch.ids[:, :-1], tokens], dim=1)
+            batch.model_kwargs = resized(batch, at_once - 1)
+            with edited(rows[0], batch, max(self.held) + start + at_once):
+                outputs = next_token(batch, batch.model.__call__, n_new=at_once)
+            commit(batch, outputs)
+            batch.ids = torch.nn.functional.pad(batch.ids, (0, 1))
         self.held = [length + n for length in self.held]
         for place, row in enumerate(rows):
             row.n_cached += n
@@ -165,15 +166,9 @@ class States(OfBatch):
 
     def outputs_of(self, outputs: Any, place: int) -> Any:
         """The outputs of one row, without a cache."""
-        index = torch.tensor([place])
-        fields = {
-            name: take_rows(value, index, len(self.rows), name)
-            for name, value in outputs.items()
-            if not isinstance(value, Cache)
-        }
-        if fields["logits"].shape[1] > 1:
-            fields["logits"] = fields["logits"][:, -1:]
-        return type(outputs)(**fields)
+        of_row = outputs_of(outputs, torch.tensor([place]), len(self.rows))
+        of_row["logits"] = of_row["logits"][:, -1:]
+        return of_row
 
 
 @contextmanager
@@ -193,7 +188,7 @@ def edited(row: Row, sequences: Any, n: int) -> Iterator[None]:
     edits.check_used()
 
 
-def gathered(rows: Sequence[Row], may_join: Callable[[States, States], bool]) -> list[States]:
+def gathered(rows: Sequence[Row], may_join: MayJoinStates) -> list[States]:
     """Put ``rows`` into as few batches as possible, which are theirs alone, and cropped to their tokens."""
 
     def key(row: Row) -> tuple[int, int]:
@@ -219,7 +214,7 @@ def gathered(rows: Sequence[Row], may_join: Callable[[States, States], bool]) ->
     joined: list[States] = []
     for part in sorted(parts, key=lambda part: -part.batch.ids.numel()):
         for states in joined:
-            if may_join(states, part):
+            if may_join.of(states, part):
                 with suppress(ValueError):
                     states.absorb(part)
                     break
@@ -228,7 +223,7 @@ def gathered(rows: Sequence[Row], may_join: Callable[[States, States], bool]) ->
     return joined
 
 
-def forward(rows: list[Row], may_join: MayJoin, snapshot_every: int) -> None:
+def forward(rows: list[Row], may_join: MayJoinStates, snapshot_every: int) -> None:
     """Forward what the caches lack of ``rows``, so that each has outputs."""
     try:
         for row in rows:
@@ -258,15 +253,14 @@ def logits_of(rows: list[Row]) -> Tensor:
     return torch.cat([last_logits(each, device) for each in outputs])
 
 
-class MayJoin:
-    """Tells whether two batches can be one: rows do not depend on each other, nor on padding."""
+class MayJoinStates(MayJoin):
+    """Whether two batches of a session can be one: rows do not depend on each other, nor on padding."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.is_row_wise = model, foreign_code(model) is None
-        #: Whether rows of different length may be in one batch; ``None`` until it matters.
-        self.hides_padding: bool | None = None
+        super().__init__(model)
+        self.is_row_wise = foreign_code(model) is None
 
-    def __call__(self, states: States, other: States) -> bool:
+    def of(self, states: States, other: States) -> bool:
         rows = [row for row in (*states.rows, *other.rows) if row is not None]
         edits = {
             (row.n_prompt, row.n_tokens, id(getattr(row.call.interventions, "placed", None)))
@@ -275,16 +269,4 @@ class MayJoin:
         if len(edits) > 1 and any(row.call.interventions for row in rows):
             return False  # hooks are told the position of a column once, for all rows
         longest = max(int(row.run.config.max_length) for row in rows)
-        if not self.is_row_wise or eligibility.is_length_dependent(self.model, longest):
-            return False
-        if states.ids.shape[1] == other.ids.shape[1]:
-            return True
-        if self.hides_padding is None:
-            ids = other.ids.clone()
-            for place, row in enumerate(other.rows):
-                if row is not None:  # a padding token might have another position
-                    ids[place, -1] = row.run.ids[0, row.n_cached]
-            self.hides_padding = False
-            with suppress(ValueError):
-                self.hides_padding = hides_padding(self.model, Batch(ids, other.model_kwargs))
-        return self.hides_padding
+        return self.is_row_wise and self(other.batch, states.batch, longest)

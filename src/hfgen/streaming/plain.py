@@ -9,7 +9,6 @@ for each call by itself.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, cast
 
@@ -54,23 +53,17 @@ def kind_of(processors: Sequence[Any]) -> Hashable | None:
     return tuple(kind)
 
 
-@dataclass(slots=True)
-class Choice:
-    """The next tokens of a request: an entry for each of its rows."""
-
-    rows: PlainRows
-    places: range  # of its rows among those of all plain requests
-    failure: BaseException | None = None  # what a processor has raised: there are no tokens
-    tokens: list[int] = field(init=False)
-    on_device: Tensor = field(init=False)  # (n_rows,): the same
-    #: No token could be chosen: scores are NaN, or all ruled out.
-    is_invalid: list[bool] = field(init=False)
-    measures: Measures | None = None  # if the request asks for log-probabilities
-    logprobs: list[TokenLogprob] | None = None
-
-
 class PlainRows:
     """The rows of a plain call: their tokens stay numbers until ``run.ids`` is read."""
+
+    # Of a step; written by ``Choices.choose``.
+    places: range  # of its rows among those of all plain calls
+    failure: BaseException | None  # what a processor has raised: there are no tokens
+    tokens: list[int]  # the next ones: an entry for each row
+    newest: Tensor  # (n_rows,): the same, on the device
+    is_invalid: list[bool]  # no token could be chosen: scores are NaN, or all ruled out
+    measures: Measures | None  # if the call asks for log-probabilities
+    logprobs: list[TokenLogprob] | None
 
     @classmethod
     def of(cls, events: Rows, kind: type[Sample] = Sample) -> PlainRows | None:
@@ -90,6 +83,7 @@ class PlainRows:
     def __init__(self, events: Rows) -> None:
         run, strategy = events.run, cast(Sample, events.strategy)
         self.run, self.strategy, self.events, self.n_rows = run, strategy, events, len(run.ids)
+        self.newest = run.ids[:, -1]
         self.kind = kind_of(run.processors)
         #: Keys of their noise ``(n_rows,)``; ``None`` if they are greedy.
         self.keys = None if run.row_choice is None else run.row_choice.keys
@@ -115,24 +109,24 @@ class PlainRows:
         self.run.ids = self.strategy.buffer.append(tokens)
         self.strategy.n_steps += tokens.shape[1]
 
-    def take(self, choice: Choice) -> list[StreamEvent]:
-        """Append the tokens of a step, and return the new events; rows that have ended get padding.
+    def take(self) -> list[StreamEvent]:
+        """Append the tokens that were chosen, and return the new events; rows that have ended get padding.
 
         Raises ``InvalidScoresError`` if no row has a token, and what a processor has raised.
         """
-        if choice.failure is not None:
-            raise choice.failure
+        if self.failure is not None:
+            raise self.failure
         run, strategy = self.run, self.strategy
-        tokens, on_device = choice.tokens, choice.on_device
+        tokens, on_device = self.tokens, self.newest
         has_ended = [row.has_ended for row in self.rows]
-        if any(choice.is_invalid):
+        if any(self.is_invalid):
             goes_on = ~on_device.new_tensor(has_ended, dtype=torch.bool)
-            is_invalid = on_device.new_tensor(choice.is_invalid, dtype=torch.bool)
+            is_invalid = on_device.new_tensor(self.is_invalid, dtype=torch.bool)
             strategy.invalid.mark(is_invalid, self.n_generated, goes_on)
             strategy.invalid.steps()
             strategy.end_invalid()
         has_no_token = [
-            ended or invalid for ended, invalid in zip(has_ended, choice.is_invalid, strict=True)
+            ended or invalid for ended, invalid in zip(has_ended, self.is_invalid, strict=True)
         ]
         if any(has_no_token) and strategy.is_padded:
             for index in compress(range(self.n_rows), has_no_token):
@@ -141,22 +135,22 @@ class PlainRows:
             self._append(on_device[:, None])
         else:
             self.unwritten.append(tokens)
-        if self.recorder is not None and choice.measures is not None:
+        if self.recorder is not None and self.measures is not None:
             is_token = None
             if any(has_no_token):
                 is_token = ~on_device.new_tensor(has_no_token, dtype=torch.bool)
-            self.recorder.positions.append(Position(on_device, None, is_token, choice.measures))
+            self.recorder.positions.append(Position(on_device, None, is_token, self.measures))
         events: list[StreamEvent] = []
         for index, row in enumerate(self.rows):
             if has_ended[index]:
                 continue
-            if choice.is_invalid[index]:
+            if self.is_invalid[index]:
                 events += self.events.event(row, [], len(row.ids), None)
                 continue
             row.ids.append(tokens[index])
             n = len(row.ids)
             ends = any(cause.reason(row.ids, n) is not None for cause in self.causes[index])
-            entries = None if choice.logprobs is None else [choice.logprobs[index]]
+            entries = None if self.logprobs is None else [self.logprobs[index]]
             events += self.events.event(row, [tokens[index]], n if ends else None, entries)
         if any(event.finish_reason is not None for event in events):
             self.write()
@@ -165,21 +159,21 @@ class PlainRows:
         return events
 
 
-def grouped(choices: Iterable[tuple[Hashable, Choice]]) -> dict[Hashable, list[Choice]]:
-    """Choices by their key; one whose key is ``None`` is alone."""
-    groups: dict[Hashable, list[Choice]] = {}
-    for key, choice in choices:
-        groups.setdefault(id(choice) if key is None else key, []).append(choice)
-    return groups
+def grouped(keyed: Iterable[tuple[Hashable, PlainRows]]) -> list[list[PlainRows]]:
+    """The rows of calls by their keys; those whose key is ``None`` are alone."""
+    groups: dict[Hashable, list[PlainRows]] = {}
+    for key, rows in keyed:
+        groups.setdefault(id(rows) if key is None else key, []).append(rows)
+    return [*groups.values()]
 
 
 class Choices:
-    """Chooses the next tokens of the plain requests of a batch, and keeps on the device what that takes."""
+    """Chooses the next tokens of the plain calls of a batch, and keeps on the device what that takes."""
 
     def __init__(self) -> None:
         #: Index tensors ``(n,)`` that are copied to a device once, for all steps with the same rows.
         self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-        #: Requests of the last draw with their number of generated tokens after it.
+        #: Calls of the last draw with their number of generated tokens after it.
         self._drawn: list[tuple[PlainRows, int]] = []
         #: Keys ``(rows,)`` of their next noise.
         self._keys: Tensor | None = None
@@ -193,58 +187,56 @@ class Choices:
             self._indices[key] = torch.tensor(places, device=device)
         return self._indices[key]
 
-    def choose(self, requests: list[PlainRows], logits: Tensor) -> list[Choice]:
-        """The next tokens of each request by ``logits (rows, vocab)``."""
-        choices, n = [], 0
-        for rows in requests:
-            choices.append(Choice(rows, range(n, n + rows.n_rows)))
+    def choose(self, calls: list[PlainRows], logits: Tensor) -> None:
+        """Choose the next tokens of each call by ``logits (rows, vocab)``; ``PlainRows.take`` appends them."""
+        n = 0
+        for rows in calls:
+            rows.places = range(n, n + rows.n_rows)
             n += rows.n_rows
+            rows.failure = rows.measures = rows.logprobs = None
         logits = logits.float()
-        scores = self._processed(choices, logits)
-        tokens, is_invalid = self._chosen(choices, scores)
-        self._measure(choices, tokens, logits, scores)
+        scores = self._processed(calls, logits)
+        tokens, is_invalid = self._chosen(calls, scores)
+        self._measure(calls, tokens, logits, scores)
         numbers, flags = torch.stack([tokens, is_invalid.long()]).tolist()
-        for choice in choices:
-            part = slice(choice.places.start, choice.places.stop)
-            choice.tokens, choice.on_device = numbers[part], tokens[part]
-            choice.is_invalid = [bool(flag) for flag in flags[part]]
-        return choices
+        for rows in calls:
+            part = slice(rows.places.start, rows.places.stop)
+            rows.tokens, rows.newest = numbers[part], tokens[part]
+            rows.is_invalid = [bool(flag) for flag in flags[part]]
 
-    def _on(self, logits: Tensor, choices: list[Choice]) -> Tensor:
-        """The places of the rows of ``choices``, as a tensor on the device of ``logits``."""
-        return self.index(logits.device, [p for choice in choices for p in choice.places])
+    def _on(self, logits: Tensor, calls: list[PlainRows]) -> Tensor:
+        """The places of the rows of ``calls``, as a tensor on the device of ``logits``."""
+        return self.index(logits.device, [place for rows in calls for place in rows.places])
 
-    def _processed(self, choices: list[Choice], logits: Tensor) -> Tensor:
+    def _processed(self, calls: list[PlainRows], logits: Tensor) -> Tensor:
         """Scores ``(rows, vocab)``: rows whose processors do the same go through them together."""
-        groups = grouped((choice.rows.kind, choice) for choice in choices)
-        if list(groups) == [()]:
+        if all(rows.kind == () for rows in calls):
             return logits
         scores = torch.empty_like(logits)
-        for kind, group in groups.items():
-            rows, index = group[0].rows, self._on(logits, group)
+        for group in grouped((rows.kind, rows) for rows in calls):
+            first, index = group[0], self._on(logits, group)
             group_scores = logits[index]
             try:
-                if rows.kind is None:  # its processors look at the ids
-                    rows.write()
-                if kind:
-                    run = rows.run
-                    group_scores = run.processors(run.ids, group_scores)
+                if first.kind is None:  # its processors look at the ids
+                    first.write()
+                if first.kind != ():
+                    group_scores = first.run.processors(first.run.ids, group_scores)
                 scores[index] = group_scores.to(scores.dtype)  # a processor may return float64
             except BaseException as error:  # a processor of the caller, or a panic of its library
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                for choice in group:
-                    choice.failure = error
+                for rows in group:
+                    rows.failure = error
                 scores[index] = 0.0
         return scores
 
-    def _chosen(self, choices: list[Choice], scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _chosen(self, calls: list[PlainRows], scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens, and whether a row had none to choose: two tensors ``(rows,)``."""
         tokens = scores.argmax(dim=-1)  # NaN counts as the largest
-        drawn = [choice for choice in choices if choice.rows.keys is not None]
+        drawn = [rows for rows in calls if rows.keys is not None]
         index = self._on(scores, drawn)
         if drawn:
-            keys = self._next_keys([choice.rows for choice in drawn])
+            keys = self._next_keys(drawn)
             drawn_scores = scores if len(index) == len(scores) else scores[index]
             tokens[index] = seeds.perturbed(drawn_scores, keys, -1).argmax(dim=-1)
         best = scores.gather(1, tokens[:, None]).squeeze(1)
@@ -254,24 +246,22 @@ class Choices:
         return tokens, is_invalid
 
     def _measure(
-        self, choices: list[Choice], tokens: Tensor, logits: Tensor, scores: Tensor
+        self, calls: list[PlainRows], tokens: Tensor, logits: Tensor, scores: Tensor
     ) -> None:
-        """Measure the chosen ``tokens (rows,)``, at once for the requests that ask for the same."""
-        asking = [choice for choice in choices if choice.rows.recorder is not None]
-        keyed = ((cast(Recorder, choice.rows.recorder).settings.key, choice) for choice in asking)
-        for group in grouped(keyed).values():
-            recorder = cast(Recorder, group[0].rows.recorder)
-            index, settings = self._on(tokens, group), recorder.settings
+        """Measure the chosen ``tokens (rows,)``, at once for the calls that ask for the same."""
+        asking = [(rows.recorder.settings, rows) for rows in calls if rows.recorder is not None]
+        for group in grouped((settings.key, rows) for settings, rows in asking):
+            index, settings = self._on(tokens, group), cast(Recorder, group[0].recorder).settings
             values = scores if settings.is_processed else logits
             values = values if len(index) == len(values) else values[index]
             asked_ids = settings.token_ids(len(index), tokens.device)
             measures = measure(values, tokens[index], settings, asked_ids)
             entries = token_logprobs(tokens[index], measures, settings.requests[0].token_ids)
             start = 0
-            for choice in group:
-                part = slice(start, start + choice.rows.n_rows)
-                choice.measures = Measures(*(column[part] for column in measures))
-                choice.logprobs, start = entries[part], part.stop
+            for rows in group:
+                part = slice(start, start + rows.n_rows)
+                rows.measures = Measures(*(column[part] for column in measures))
+                rows.logprobs, start = entries[part], part.stop
 
     def _next_keys(self, drawn: list[PlainRows]) -> Tensor:
         """Keys ``(rows,)`` whose noise at position -1 is that of each row's next token."""
