@@ -74,12 +74,14 @@ class LLGuidance:
         limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
         matcher = LLMatcher(self.tokenizer, grammar.source(), log_level=0, limits=limits)
         if matcher.is_error():
-            raise ValueError(f"`grammar` {grammar} is refused by llguidance: {matcher.get_error()}")
-        probe = matcher.deep_copy()
-        probe.compute_bitmask()
-        if probe.is_error():  # a `$ref` to itself is found here
-            reason = probe.get_error().partition("\n")[0]
-            raise ValueError(f"`grammar` {grammar} allows no text, llguidance says: {reason}")
+            reason = f"{matcher.get_error():.500}"
+            raise ValueError(f"`grammar` {grammar} is refused by llguidance: {reason}")
+        for _ in range(2):  # copies share a lexer, whose limit the second may reach
+            probe = matcher.deep_copy()
+            probe.compute_bitmask()
+            if probe.is_error():  # a `$ref` to itself is found here
+                reason = probe.get_error().partition("\n")[0]
+                raise ValueError(f"`grammar` {grammar} has no first token, llguidance says: {reason}")
         for warning in matcher.get_grammar_warnings():
             logger.warning_once(f"`grammar` {grammar}: {warning}")
         return matcher
