@@ -45,7 +45,7 @@ class Watched(Play):
             assert rows.drafts is isinstance(rows, DraftingRows)
             assert rows.drafts or not is_gap.any()
             if is_gap.any():
-                assert not rows.model_kwargs["attention_mask"][is_gap].any()
+                assert not rows.batch.model_kwargs["attention_mask"][is_gap].any()
             for decoding in rows.members:
                 n_gaps = is_gap[decoding.places].sum(dim=1).tolist()
                 assert n_gaps == [decoding.n_gaps] * decoding.n_rows
