@@ -438,3 +438,49 @@ def test_generate_is_upstreams(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(state, expected)
         for our_scores, their_scores in zip(ours.scores, theirs.scores, strict=True):
             same(our_scores, their_scores)
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3, "output_scores": True},
+    "drawn beams": {"num_beams": 2, "do_sample": True},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7},
+    "forced words": {"num_beams": 3, "force_words_ids": [[20]]},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "DoLa": {"dola_layers": "low"},
+    "drafts": {"prompt_lookup_num_tokens": 3, "do_sample": True, "seed": [1, 2]},
+    "mirostat": {"do_sample": True, "seed": 3, "mirostat": 2},
+    "penalties": {"frequency_penalty": [0.31, 0.0], "repetition_penalty": [1.13, 1.7]},
+    "top-p": {"do_sample": True, "top_p": 0.71, "top_k": 0},
+    "top-p of rows": {"do_sample": True, "top_p": [0.71, 0.93], "top_k": 0},
+    "min-p": {"do_sample": True, "min_p": 0.011},
+    "min-p of rows": {"do_sample": True, "min_p": [0.011, 0.03]},
+    "seeds": {"do_sample": True, "seed": 3, "top_p": 0.71},
+    "XTC": {"do_sample": True, "seed": 3, "xtc_probability": 0.5},
+    "temperatures": {"do_sample": True, "temperature": 0.71, "dynatemp_range": [0.31, None]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("vocabulary", ["large", "ordinary"])
+@pytest.mark.parametrize("options", DEFAULTS.values(), ids=DEFAULTS)
+def test_torchs_default_dtype_changes_nothing(
+    options: dict[str, Any], vocabulary: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    """People set it to load a model, and leave it."""
+    if vocabulary == "large":
+        request.getfixturevalue("small")
+    model, found = hfgen.mix_into(tiny.llama()), []
+    for default in (torch.float32, dtype):
+        survivors.draws_by_uniforms.cache_clear()
+        torch.set_default_dtype(default)
+        torch.manual_seed(0)
+        try:
+            kwargs = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_scores": True}
+            found.append(model.generate(tiny.prompt(), **kwargs | options))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    expected, output = found
+    assert torch.equal(output.sequences, expected.sequences)
+    torch.testing.assert_close(output.scores, expected.scores, rtol=0, atol=0)
+    if "num_beams" in options:
+        assert output.sequences_scores.dtype == expected.sequences_scores.dtype == torch.float32

@@ -44,7 +44,7 @@ class NBestBeam(Beam):
         is_last = self.is_last(candidates)
         chosen = candidates.at(going_on)
         # A place for which nothing is left holds a hypothesis that ended.
-        chosen.scores = chosen.scores + ends.gather(1, going_on) * NEG_INF
+        chosen.scores = chosen.scores + ends.gather(1, going_on).float() * NEG_INF
         self.add(run, candidates, finished & ~self.is_closed[:, None])
         self.close(run, candidates)
         if not is_last.is_cpu or is_last.any():  # to look at an accelerator is to wait for it

@@ -100,7 +100,8 @@ class TopPPerRow(upstream.TopPLogitsWarper):
         super().__init__(0.5, min_tokens_to_keep=min_tokens_to_keep)
         # Rounded once, after the difference, as upstream's. Nothing is dropped at a mass of 1.
         rest = [1 - mass if mass < 1 else -math.inf for mass in masses]
-        self.rest = torch.tensor(rest, device=device)[:, None]  # ``(prompts, 1)``: may be dropped
+        # ``(prompts, 1)``: may be dropped
+        self.rest = torch.tensor(rest, dtype=torch.float32, device=device)[:, None]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return cut_to_mass(scores, expand(self.rest, len(scores)), self.min_tokens_to_keep)

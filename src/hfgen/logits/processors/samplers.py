@@ -32,12 +32,16 @@ class DynamicTemperature(LogitsProcessor):
         t, span, exponent = (scores.new_full((1, 1), value) for value in values)
         n_left = (scores > -math.inf).sum(dim=-1, keepdim=True)
         entropy = torch.special.entr(scores.softmax(dim=-1)).sum(dim=-1, keepdim=True)
-        share = (entropy / n_left.log()).nan_to_num(nan=0.0, posinf=0.0).clamp(0.0, 1.0)
+        share = (
+            (entropy / n_left.to(scores.dtype).log())
+            .nan_to_num(nan=0.0, posinf=0.0)
+            .clamp(0.0, 1.0)
+        )
         low, high = (t - span).clamp(min=0.0), t + span
         dynamic = torch.where(n_left > 1, low + (high - low) * share**exponent, t)
         # Towards a temperature of 0 only the best is left.
         is_best, is_zero = scores == scores.amax(dim=-1, keepdim=True), dynamic < LEAST
-        divided = quotient(scores, torch.where(is_zero, 1.0, dynamic))
+        divided = quotient(scores, dynamic.masked_fill(is_zero, 1.0))
         return divided.masked_fill(is_zero & ~is_best, -math.inf)
 
 
@@ -119,7 +123,7 @@ class ExcludeTopChoices(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.keys is None:
-            chance = torch.rand(len(scores), device=scores.device)
+            chance = torch.rand(len(scores), dtype=scores.dtype, device=scores.device)
         else:
             salt = self.keys.new_full((), self.SALT)  # made on the device: nothing waits
             chance = seeds.uniform(self.keys, input_ids.shape[1] - self.prompt_length, salt)
