@@ -109,7 +109,7 @@ class Job:
 
     def fail(self, line: Line, error: BaseException) -> None:
         """Write that a line is wrong, or that answering it failed."""
-        status = 400 if isinstance(error, ValueError | TypeError) else 500
+        status = 400 if isinstance(error, IndexError | TypeError | ValueError) else 500
         body = openai_api.error_body(error, status)
         kind, message = body["error"]["type"], body["error"]["message"]
         self.n_failed += 1

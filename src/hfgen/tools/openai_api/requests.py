@@ -139,7 +139,7 @@ def _arguments(name: str, value: Any, fields: Mapping[str, Any], is_chat: bool) 
         raise ValueError(f"The body of the request has an unknown field: {unknown}.")
     if name == "echo" or (name == "logprobs" and is_chat):
         if not isinstance(value, bool):
-            raise ValueError(f"`{name}` has to be true or false, but is {value!r}.")
+            raise ValueError(f"`{name}` has to be true or false, but is {value!r:.80}.")
         if name == "logprobs":
             return {"logprobs": 0} if value and "top_logprobs" not in fields else {}
         if value and is_chat:
@@ -155,7 +155,7 @@ def _arguments(name: str, value: Any, fields: Mapping[str, Any], is_chat: bool) 
     param = BODY[name]
     if param.reason is not None and value != param.default:
         reason = "" if param is PARAMS.get(name) else f": {param.reason}"
-        raise ValueError(f"`{name}` (={value!r}) is not supported{reason}.")
+        raise ValueError(f"`{name}` (={value!r:.80}) is not supported{reason}.")
     if value in ([], "") or (name == "max_tokens" and "max_completion_tokens" in fields):
         return {}
     return param.becomes(_checked(name, value))
