@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -24,6 +25,8 @@ from .limits import Limits
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
+#: Bytes in a turn of a connection; of a body in chunks fewer, since a chunk of one byte takes 45 us.
+MAX_READ, MAX_CHUNKED = 2**16, 2**12
 PARTING = 2  # seconds for clients to read their last event after the grace period
 
 
@@ -62,7 +65,14 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.max_size = MAX_READ
         self.silence = self.loop.call_later(self.seconds, self.close_if_silent, None)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_in_body = self.conn.their_state is h11.SEND_BODY
+        is_chunked = is_in_body and any(name == b"transfer-encoding" for name, _ in self.headers)
+        self.transport.max_size = MAX_CHUNKED if is_chunked else MAX_READ
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.silence.cancel()  # it holds the last request
