@@ -112,6 +112,23 @@ def test_closing_cancels_what_is_left(monkeypatch: pytest.MonkeyPatch):
     assert engine.n_rows == 0
 
 
+class Panic(BaseException):
+    """As one of Rust's libraries: no Exception."""
+
+
+def test_a_panic_is_an_error_in_its_place(monkeypatch: pytest.MonkeyPatch):
+    class Panicking(Engine):
+        def add(self, prompt: Any, **kwargs: Any) -> Any:
+            if prompt == PROMPTS[1]:
+                raise Panic("on purpose")
+            return super().add(prompt, **kwargs)
+
+    monkeypatch.setattr(many, "Engine", Panicking)
+    outputs = list(generate_many(MODEL, PROMPTS[:3], max_new_tokens=2))
+    assert [output.finish_reason == "error" for output in outputs] == [False, True, False]
+    assert str(outputs[1].error) == "Panic: on purpose"
+
+
 WRONG: list[Any] = [[], "text without a tokenizer", 7, (PROMPTS[0], {"temprature": 1})]
 
 
