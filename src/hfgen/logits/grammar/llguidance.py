@@ -81,7 +81,9 @@ class LLGuidance:
             probe.compute_bitmask()
             if probe.is_error():  # a `$ref` to itself is found here
                 reason = probe.get_error().partition("\n")[0]
-                raise ValueError(f"`grammar` {grammar} has no first token, llguidance says: {reason}")
+                raise ValueError(
+                    f"`grammar` {grammar} has no first token, llguidance says: {reason}"
+                )
         for warning in matcher.get_grammar_warnings():
             logger.warning_once(f"`grammar` {grammar}: {warning}")
         return matcher
