@@ -179,8 +179,7 @@ def draws_by_uniforms() -> bool:
     """Whether this version of torch draws as described above; tried once, with a separate generator."""
     generator = torch.Generator()
     for shape in ((1, 7), (3, 5000)):
-        exponential = torch.empty(shape, dtype=torch.float32)
-        exponential.exponential_(generator=generator.manual_seed(1))
+        exponential = torch.empty(shape).exponential_(generator=generator.manual_seed(1))
         after = generator.get_state()
         uniform = torch.empty(shape, dtype=torch.float64)
         uniform.uniform_(generator=generator.manual_seed(1))
@@ -189,7 +188,7 @@ def draws_by_uniforms() -> bool:
         expected = (-torch.log1p(-uniform)).float()
         if not torch.allclose(exponential, expected, rtol=MARGIN / 10, atol=0.0):
             return False
-        p = torch.rand(shape, dtype=torch.float32, generator=generator).softmax(dim=-1)
+        p = torch.rand(shape, generator=generator).softmax(dim=-1)
         drawn = torch.multinomial(p, 1, generator=generator.manual_seed(1))
         if not torch.equal(drawn, (p / expected).argmax(dim=-1, keepdim=True)):
             return False

@@ -23,7 +23,6 @@ from .per_row import MinPPerRow, TemperaturePerRow, TopKPerRow, TopPPerRow, cut_
 EXP, HALF_ULP = 4e-6, 2.0**-24
 TINY = 1e-30  # smaller probabilities may be 0 in float32
 LANES = 4  # torch sums a row in at least so many lanes
-FLOAT = torch.float32  # whatever torch's default is
 FIRST = 64  # the number of tokens that a top-p is first tried with
 
 
@@ -97,10 +96,7 @@ def top_k(chain: Chain, warper: Any) -> bool:
 
 def min_p(chain: Chain, warper: Any) -> bool:
     column = warper.values.float() if isinstance(warper, MinPPerRow) else [[warper.min_p]]
-    share, keep = (
-        expand(torch.as_tensor(column, dtype=FLOAT), len(chain.scores)),
-        warper.min_tokens_to_keep,
-    )
+    share, keep = expand(torch.as_tensor(column), len(chain.scores)), warper.min_tokens_to_keep
     if (survivors := chain.survivors) is None:
         if (blocks := chain.blocks()) is None:
             return False
@@ -124,10 +120,8 @@ def top_p(chain: Chain, warper: Any) -> bool:
     """Drop the least likely tokens whose probabilities sum to at most ``rest (rows, 1)``."""
     n_rows, keep = len(chain.scores), warper.min_tokens_to_keep
     is_per_row = isinstance(warper, TopPPerRow)
-    rest = expand(
-        warper.rest if is_per_row else torch.full((1, 1), 1 - warper.top_p, dtype=FLOAT), n_rows
-    )
-    survivors, outside = chain.survivors, torch.zeros(1, 1, dtype=FLOAT)
+    rest = expand(warper.rest if is_per_row else torch.full((1, 1), 1 - warper.top_p), n_rows)
+    survivors, outside = chain.survivors, torch.zeros(1, 1)
     if survivors is None:
         if (likeliest := _likeliest(chain, rest, keep)) is None:
             return False
@@ -163,7 +157,7 @@ def _likeliest(chain: Chain, rest: Tensor, keep: int) -> tuple[Survivors, Tensor
     if (blocks := chain.blocks()) is None:
         return None
     if (survivors := blocks.above()) is not None:  # few to begin with
-        return survivors, torch.zeros(1, 1, dtype=FLOAT)
+        return survivors, torch.zeros(1, 1)
     total = (blocks.scaled(chain.scores) - blocks.best).exp_().sum(dim=1, keepdim=True).double()
     k = max(FIRST, keep)
     while k <= blocks.n_blocks:

@@ -32,11 +32,8 @@ class DynamicTemperature(LogitsProcessor):
         t, span, exponent = (scores.new_full((1, 1), value) for value in values)
         n_left = (scores > -math.inf).sum(dim=-1, keepdim=True)
         entropy = torch.special.entr(scores.softmax(dim=-1)).sum(dim=-1, keepdim=True)
-        share = (
-            (entropy / n_left.to(scores.dtype).log())
-            .nan_to_num(nan=0.0, posinf=0.0)
-            .clamp(0.0, 1.0)
-        )
+        share = entropy / n_left.to(scores.dtype).log()
+        share = share.nan_to_num(nan=0.0, posinf=0.0).clamp(0.0, 1.0)
         low, high = (t - span).clamp(min=0.0), t + span
         dynamic = torch.where(n_left > 1, low + (high - low) * share**exponent, t)
         # Towards a temperature of 0 only the best is left.
