@@ -60,7 +60,8 @@ class DraftingRows(JoinedRows):
         drafts = self._by_place(torch.cat(parts))
         ids = torch.cat([self.ids, drafts], dim=1)
         batch: Any = self.batch
-        return verify(batch, batch.model.__call__, ids, n_new, return_dict=True)
+        outputs, _ = verify(batch, batch.model.__call__, ids, n_new, return_dict=True)
+        return outputs
 
     def _width(self) -> int:
         """How many columns of drafts to feed: what should make most tokens by time, in all rows."""

@@ -52,6 +52,7 @@ class Executor:
         #: Whether the host launches a forward long before the device has computed it.
         self.is_quick_to_launch = isinstance(self.call, Recorded | Compiled)
         #: How many keys each layer had behind ``verify``, where all had as many.
+        self.n_keys: list[int] | None = None
         #: Whether a forward writes to what the last one returned.
         self.overwrites = isinstance(self.call, Recorded)
 
@@ -72,8 +73,11 @@ class Executor:
         self, run: Run, ids: torch.Tensor, n_new: int, *, is_first: bool, **overrides: Any
     ) -> ModelOutput:
         """``verify``, by the way that was chosen; the first forward is plain."""
-        execute = run.model if is_first else self.call
-        return verify(run, execute, ids, n_new, is_first=is_first, **overrides)
+        execute, n_keys = run.model if is_first else self.call, self.n_keys
+        outputs, self.n_keys = verify(
+            run, execute, ids, n_new, is_first=is_first, n_keys=n_keys, **overrides
+        )
+        return outputs
 
 
 def verify(
@@ -83,12 +87,14 @@ def verify(
     n_new: int,
     *,
     is_first: bool = False,
+    n_keys: list[int] | None = None,
     **overrides: Any,
-) -> ModelOutput:
-    """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``.
+) -> tuple[ModelOutput, list[int] | None]:
+    """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``; return outputs and key counts.
 
     Logits are those of the last known token and of the ``n_new`` ones. The first forward includes
-    what the cache lacks of the prompt. ``overrides``: other arguments of forward.
+    what the cache lacks of the prompt. ``n_keys``: the key counts of the last forward, if at hand.
+    ``overrides``: other arguments of forward.
     """
     model_kwargs = resized(run, n_new)
     n_fed: int | None = n_new + 1
@@ -101,13 +107,12 @@ def verify(
     if "logits_to_keep" in model_inputs:
         model_inputs["logits_to_keep"] = n_new + 1
     cache = model_inputs.get("past_key_values")
-    if n_new == 0:  # nothing may have to be taken back
-        return execute(**model_inputs | overrides)
-    n_keys = layers.n_keys(cache)
+    # Another forward may have fed tokens since: the engine's of several calls.
+    if n_keys is None or n_keys[0] != layers.layers_of(cache)[0].keys.shape[-2]:
+        n_keys = layers.n_keys(cache)
     outputs = execute(**model_inputs | overrides)
     n_tokens = ids.shape[1] if n_fed is None else n_fed
-    layers.check_growth(cache, n_keys, n_tokens, run.model)
-    return outputs
+    return outputs, layers.check_growth(cache, n_keys, n_tokens, run.model)
 
 
 def next_token(
