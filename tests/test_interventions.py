@@ -206,6 +206,23 @@ def test_requests_of_an_engine_are_their_own(model: Any, ways: dict[str, Any]) -
             torch.testing.assert_close(ours_, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_prompts_that_are_steered_are_forwarded_alone(model: Any) -> None:
+    """The first round tells the engine that rows may be padded; prompts of one step are then forwarded at once."""
+    prompts = [tiny.prompt(1, 6, seed) for seed in range(3)]
+    edits = [None, [Steer("model.layers.1", vector_of(model), 5)], None]
+    pairs = list(zip(prompts, edits, strict=True))
+    expected = [model.generate(ids, max_new_tokens=4, interventions=edit) for ids, edit in pairs]
+    with hfgen.Engine(model) as engine:
+        for ids in tiny.prompt(1, 9, 7), tiny.prompt(1, 4, 8):
+            engine.add(ids, max_new_tokens=9)
+        engine.step()
+        requests = [engine.add(ids, max_new_tokens=4, interventions=edit) for ids, edit in pairs]
+        outputs = [request.result() for request in requests]
+    for output, ids in zip(outputs, expected, strict=True):
+        assert output.error is None
+        assert torch.equal(output.generate_output.sequences, ids)
+
+
 def test_a_patch_stands_at_positions_of_the_text(model: Any) -> None:
     """Patching in a row's own activations changes nothing; those of another row make that one's logits."""
     inputs = text_prompt(90, 2, True, 3, length=9)

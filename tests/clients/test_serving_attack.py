@@ -60,10 +60,10 @@ def serving(folder: Path, *options: str) -> Iterator[Served]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "hfgen", "serve", "--port", str(port)]
     command += ["--chat-template", str(folder / "chat.jinja"), *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    log = folder / "log"  # a pipe would be full
+    with log.open("w") as stderr, subprocess.Popen(command, stderr=stderr) as process:
         try:
-            assert process.stderr is not None
-            assert "http://127.0.0.1" in process.stderr.readline()
+            wait_for(lambda: "http://127.0.0.1" in log.read_text())
             served = Served(process, f"http://127.0.0.1:{port}")
             assert is_up(served)  # as the line says
             served.post("completions", VICTIM)

@@ -159,6 +159,7 @@ class Decoding:
         run, call = self.run, self.call
         return (
             type(self.strategy) is Sample
+            and self.joins
             and self.n_rows == 1
             and self.reads_ids_alone
             and count(run.model_kwargs["past_key_values"]) is None
