@@ -280,9 +280,8 @@ def quiet() -> Iterator[tuple[list[warnings.WarningMessage], list[str]]]:
     logging.Logger.warning_once.cache_clear()
     records, before = _Records(), (root.handlers, root.propagate, root.level)
     root.handlers, root.propagate = [records], False
-    root.setLevel(
-        logging.WARNING
-    )  # assigned, its loggers would keep the answers of the level before
+    # An assignment would not reach loggers that have answered before.
+    root.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
             warnings.simplefilter("always")

@@ -98,10 +98,10 @@ def _unlike(model: Any, ids: Tensor) -> int:
     """A token that is not among ``ids``, and has no position or features of its own."""
     embedding, others = families.token_embedding(model), {*ids.flatten().tolist()}
     if embedding is None:
-        return int(ids[0, -2])
+        return int(ids[0, -2:][0])
     others |= {families.position_pad(model), *families.placeholder_tokens(model)}
     n = embedding.num_embeddings
-    return next((token for token in range(n // 2, n) if token not in others), int(ids[0, -2]))
+    return next((token for token in range(n // 2, n) if token not in others), int(ids[0, -2:][0]))
 
 
 def _hide_newest(longer: Batch, row: Batch) -> None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-_multinomial = torch.multinomial
 
 #: For fewer scores, or a smaller vocabulary, a few passes over all take no longer than this search.
 MANY, LARGE = 2**14, 2**12
@@ -153,7 +152,7 @@ def draw(scores: Tensor, n: int) -> Tensor | None:
     ratios are too near to each other, its function is replaced, or another version draws in another way.
     """
     few = left_in(scores)
-    is_replaced = torch.multinomial is not _multinomial
+    is_replaced = not isinstance(torch.multinomial, BuiltinFunctionType)
     if few is None or n > few.values.shape[1] or is_replaced or not draws_by_uniforms():
         return None
     state = torch.get_rng_state()
