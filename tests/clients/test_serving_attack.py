@@ -342,15 +342,15 @@ def test_slow_and_silent_clients(tmp_path: Path) -> None:
 
 
 def test_a_body_of_single_bytes(served: Served) -> None:
-    """Chunks of HTTP of one byte each take a second of the event loop for 130 kB."""
+    """Chunks of HTTP of one byte each take seconds of the event loop, and rest in between."""
     address = "127.0.0.1", int(served.url.rpartition(":")[2])
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     with victim(served) as seconds, socket.create_connection(address) as client:
         wait_for(lambda: len(seconds) >= 2)
         alone, n = statistics.median(seconds), len(seconds)
-        client.sendall(head + b"1\r\n \r\n" * 300_000 + b"0\r\n\r\n")
+        client.sendall(head + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n")
         assert client.recv(12) == b"HTTP/1.1 400"
-    assert max(seconds[n:]) < alone + 2 * HELD_UP
+    assert max(seconds[n:]) < alone + HELD_UP
 
 
 @pytest.mark.parametrize(
