@@ -787,6 +787,63 @@ def test_a_method_that_a_library_puts_on_a_model_class_is_called(
     assert of_all_calls(hfgen.mix_into(model)) == of_all_calls(_built("llama"))
 
 
+def shaken(self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """What a library may put in the place of a processor's ``__call__``: other scores in each column and step."""
+    noise = torch.arange(scores.shape[1]) * (input_ids.shape[1] + 3) % 7
+    return scores + noise
+
+
+def at_odd_ids(self: Any, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    """The same for criteria: rows end with the first odd id after the prompt."""
+    is_over = input_ids[:, -1] % 2 == 1
+    return is_over & (input_ids.shape[1] > IDS.shape[1]) | (input_ids.shape[1] >= 14)
+
+
+class Forgetful(transformers.DynamicCache):
+    """A cache that loses what the first layer saw."""
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        keys, values = super().update(keys, values, layer_idx, *args, **kwargs)
+        return keys, values * (layer_idx > 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (transformers.TemperatureLogitsWarper, {"temperature": 0.5, "top_k": 20}),
+        (transformers.TopKLogitsWarper, {"top_k": 20}),
+        (transformers.RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}),
+        (transformers.SuppressTokensLogitsProcessor, {"suppress_tokens": [3, 5]}),
+        (transformers.LogitsProcessorList, {}),
+        (transformers.MaxLengthCriteria, {"max_length": 9}),
+        (transformers.StoppingCriteriaList, {}),
+        (transformers.DynamicCache, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_class_of_transformers_that_a_library_changes_is_used(
+    kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ``__call__``, also of the class that hfgen's own stands for; or the name in upstream's module."""
+    modes = [{"do_sample": "top_k" in options}, {"do_sample": True, "num_beams": 2}]
+    calls = [{"inputs": IDS, "pad_token_id": 3} | mode | options for mode in modes]
+
+    def of_both(model: Any) -> list[Any]:
+        return [generated(model, **call).tolist() for call in calls]
+
+    plain = of_both(_built("llama"))
+    if kind is transformers.DynamicCache:
+        monkeypatch.setattr(transformers.generation.utils, "DynamicCache", Forgetful)
+    else:
+        is_end = "Criteria" in kind.__name__
+        monkeypatch.setattr(kind, "__call__", at_odd_ids if is_end else shaken)
+    expected = of_both(_built("llama"))
+    assert expected != plain
+    assert of_both(hfgen.mix_into(_copy())) == expected
+
+
 def test_what_a_library_replaces_while_patched_outlives_it(model: Any, expected: Tensor) -> None:
     mixin: Any = transformers.GenerationMixin
     upstreams = mixin._sample

@@ -15,6 +15,8 @@ from transformers import LogitsProcessor
 import hfgen
 from hfgen.logits.stopping import StopRegexCriteria, StopStringCriteria
 from hfgen.logits.stopping.strings import WINDOW
+from hfgen.logits.stopping.tokens import RepetitionCriteria
+from hfgen.settings.kinds import RepetitionDetection
 from tests import tiny
 from tests.scripted import PROMPT, generated, ids_of, model, tokenizer, write
 from tests.tokenizers_of_all_kinds import ALL, TEXTS, byte_level
@@ -397,3 +399,21 @@ def test_what_cannot_be_is_said_before_the_first_forward(
 def test_cancel_takes_a_cancellation() -> None:
     with pytest.raises(TypeError, match=r"`cancel` has to be a hfgen\.Cancellation, but is Event"):
         model().generate(torch.tensor([ids_of(PROMPT)]), cancel=threading.Event())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_repetitions_of_any_of_many_sizes(count: int) -> None:
+    """As counted on the host, token by token; many sizes are not compared in one table."""
+    generator = torch.Generator().manual_seed(count)
+    criterion = RepetitionCriteria(RepetitionDetection(4000, 2, count))
+    expected = []
+    for length in 1, 3, 7, 8, 9, 120, 301, 700, 999, 1600:
+        pattern = torch.randint(3, (length,), generator=generator).repeat(count)
+        before = torch.randint(3, (1, 100), generator=generator)
+        ids = torch.cat([before, pattern[None]], dim=1).repeat(3, 1)
+        ids[1, 100] += 1  # the oldest token of the pattern
+        ids[2, -1] += 1
+        said = [criterion.reason(row, len(row)) is not None for row in ids.tolist()]
+        assert criterion(ids, None).tolist() == said
+        expected.append(said[0])
+    assert expected == [False, *[True] * 9]

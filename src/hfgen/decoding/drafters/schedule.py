@@ -131,8 +131,8 @@ class Adaptive(Schedule):
 
     needs_all = True
     MARGIN = 1.05  # by how much faster drafting has to be expected to be
-    START, SHARE, MOST = 1.5, 0.01, 8.0  # in forwards of the target: see above
-    ASKED = 0.02  # a call of the drafter, in forwards: a search on the host, in a batch of models
+    START, SHARE, MOST = 1.0, 0.005, 8.0  # in forwards of the target: see above
+    ASKED = 0.01  # a call of the drafter, in forwards: a search on the host
     TRIAL = 3  # the draft of a trial
     LONGEST = 64  # longer drafts are not made
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import transformers
 from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
+from ...running.row_states import is_of
 from ...settings.logs import logger
 from . import fused
 
@@ -25,19 +26,22 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
         ``scores`` may have a multiple of the rows, for guidance to fold. Raises ``ValueError`` if a
         processor lacks an argument, or returns anything but scores over the same vocabulary.
         """
+        if not is_of_library(super().__call__.__func__):  # somebody has replaced it
+            return super().__call__(input_ids, scores, **kwargs)
         raw_scores = scores
         fusible: list[Any] = []
         for processor in self:
             kind: Any = type(processor)
-            if kind in fused.STEPS:
+            if kind in fused.STEPS and is_librarys(kind):
                 fusible.append(processor)
                 continue
             if fusible:
                 scores, fusible = fused.apply(fusible, input_ids, scores), []
-            extra = extra_arguments(kind.__call__)
+            call = function_of(processor)
+            extra = extra_arguments(getattr(call, "func", kind.__call__))
             if missing := [name for name in extra if name not in kwargs]:
                 raise ValueError(f"{kind.__name__} needs the arguments {missing}.")
-            scores = processor(input_ids, scores, **(kwargs if extra else {}))
+            scores = call(input_ids, scores, **(kwargs if extra else {}))
             if not is_librarys(kind):
                 _check_scores(processor, scores, raw_scores, len(input_ids))
         return fused.apply(fusible, input_ids, scores) if fusible else scores
@@ -78,8 +82,33 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+def function_of(function: Any) -> Callable[..., Any]:
+    """A processor or criterion; of a library's, what other code has put in the place of its ``__call__``."""
+    replaced = _replaced_call(type(function))
+    return function if replaced is None else partial(replaced, function)
+
+
 def is_librarys(kind: type) -> bool:
+    """Whether a class and its ``__call__``, and of hfgen's also that of the class it stands for, are a library's."""
+    return _is_in_library(kind) and _replaced_call(kind) is None
+
+
+def _is_in_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("hfgen", "transformers")
+
+
+def _replaced_call(kind: type) -> Any:
+    calls = (vars(each)["__call__"] for each in _callable_kinds(kind))
+    return next((call for call in calls if not is_of_library(call)), None)
+
+
+@lru_cache(maxsize=256)
+def _callable_kinds(kind: type) -> list[type]:
+    """A library's class, and those that it stands for: all that have a ``__call__`` of their own."""
+    return [each for each in kind.__mro__ if _is_in_library(kind) and "__call__" in vars(each)]
+
+
+is_of_library = lru_cache(maxsize=256)(is_of)
 
 
 def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any) -> Any:

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 from ...settings.fields import require_tokenizer
 from ..grammar import processor as grammar
 from ..processors.context import Builder, Context, Row, built
-from ..processors.lists import is_librarys, name_of
+from ..processors.lists import function_of, is_librarys, is_of_library, name_of
 from .causes import Causes, Notes, is_noted
 from .strings import StopRegexCriteria, StopStringCriteria
 from .tokens import FinishReason as FinishReason
@@ -29,9 +29,11 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``ValueError`` if a caller's returns others."""
+        if not is_of_library(super().__call__.__func__):  # somebody has replaced it
+            return super().__call__(input_ids, scores, **kwargs)
         is_done: Any = None
         for place, criterion in enumerate(self):
-            ends = criterion(input_ids, scores, **kwargs)
+            ends = function_of(criterion)(input_ids, scores, **kwargs)
             if is_done is None and type(criterion) is MaxLengthCriteria:
                 is_done = ends  # bools for all rows, as are to be returned
                 continue
@@ -58,7 +60,7 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
     @property
     def length_only(self) -> bool:
         """Whether the length alone decides, so that nothing has to be read off the device."""
-        return set(map(type, self)) == {MaxLengthCriteria}
+        return set(map(type, self)) == {MaxLengthCriteria} and is_librarys(MaxLengthCriteria)
 
 
 def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:

@@ -99,10 +99,12 @@ class RepetitionCriteria(StoppingCriteria):
     """Ends a row whose generated tokens end in a repeated pattern.
 
     A pattern of ``p`` tokens occurs ``c`` times if each of the last ``p * (c - 1)`` tokens is equal to the
-    one ``p`` places before it. All sizes are compared at once, without a read of the device.
+    one ``p`` places before it. All sizes are compared at once, without a read of the device; but of
+    many, only those are compared whose ``NEWEST`` tokens are equal.
     """
 
     ends_rows = True
+    MANY, NEWEST = 256, 8
 
     def __init__(
         self, detection: RepetitionDetection, prompt_length: int = 0, min_tokens: int = 0
@@ -116,9 +118,13 @@ class RepetitionCriteria(StoppingCriteria):
         if largest < self.smallest or length < self.min_tokens:
             return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
         sizes = torch.arange(self.smallest, largest + 1, device=input_ids.device)
+        newest_first = input_ids[:, -largest * detection.min_count :].flip(1)
+        if len(sizes) > self.MANY:
+            parts = newest_first.unfold(1, self.NEWEST, 1)
+            may_repeat = (parts[:, sizes] == parts[:, :1]).all(dim=2).any(dim=0)
+            sizes = sizes[may_repeat | (sizes < self.NEWEST)]
         n_same = sizes[:, None] * (detection.min_count - 1)
         back = torch.arange(largest * (detection.min_count - 1), device=input_ids.device)
-        newest_first = input_ids[:, -largest * detection.min_count :].flip(1)
         before = (back + sizes[:, None]).clamp(max=newest_first.shape[1] - 1)  # (sizes, back)
         is_same = newest_first[:, None, : len(back)] == newest_first[:, before]
         return (is_same | (back >= n_same)).all(dim=2).any(dim=1)

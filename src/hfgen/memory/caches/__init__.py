@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, MaxLengthCriteria
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.configuration_utils import get_head_shapes
+from transformers.generation import utils as generation
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS, GenerationMode
 
 from ... import families
@@ -54,6 +55,8 @@ class CacheKind:
 
 def make_dynamic(request: CacheRequest) -> Cache:
     """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
+    if (cache := generation.DynamicCache) is not DynamicCache:  # a library has replaced it
+        return cache(config=request.decoder_config)
     return GrowingCache(config=request.decoder_config, max_length=request.max_length)
 
 
