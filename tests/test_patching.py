@@ -844,6 +844,26 @@ def test_a_class_of_transformers_that_a_library_changes_is_used(
     assert of_both(hfgen.mix_into(_copy())) == expected
 
 
+@pytest.mark.parametrize("way", ["mixed", "patched"])
+def test_generate_may_be_compiled(way: str, model: Any, expected: Tensor) -> None:
+    """The call runs as it is, and a compiled forward of the model stays compiled."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with hfgen.patched() if way == "patched" else nullcontext():
+        hfgen.mix_into(model) if way == "mixed" else None
+        compiled = torch.compile(model.generate, backend=backend)
+        torch.manual_seed(0)
+        assert torch.equal(compiled(IDS, max_new_tokens=6), expected)
+        assert not graphs
+        model.forward = torch.compile(model.forward, backend=backend)
+        assert torch.equal(compiled(IDS, max_new_tokens=6), expected)
+        assert graphs
+
+
 def test_what_a_library_replaces_while_patched_outlives_it(model: Any, expected: Tensor) -> None:
     mixin: Any = transformers.GenerationMixin
     upstreams = mixin._sample

@@ -123,6 +123,7 @@ class GenerationMixin(transformers.GenerationMixin):
             exact.undo(self)
 
     @torch.no_grad()
+    @torch.compiler.disable  # for torch.compile(model.generate); a compiled forward within stays so
     def generate(
         self: Any,
         inputs: torch.Tensor | None = None,
