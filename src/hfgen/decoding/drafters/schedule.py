@@ -124,14 +124,14 @@ class Adaptive(Schedule):
 
     A round gains the accepted tokens and one more (Leviathan et al. 2023, equation 1); of several rows, those
     that all advance by. Nothing is drafted where nothing gains ``MARGIN`` over decoding without a draft, but for
-    trials. An account pays for what drafts cost: it starts with ``START`` forwards, ``START_FREE`` if drafts are
-    free, gets what rounds gain and ``SHARE`` per round, and holds at most ``MOST``. So a call loses no
-    more than its start and ``SHARE`` of its time.
+    trials. An account pays for what drafts cost: it starts with ``START`` forwards, gets what rounds gain
+    and ``SHARE`` per round, and holds at most ``MOST``. So a call loses no more than ``START`` and
+    ``SHARE`` of its time.
     """
 
     needs_all = True
     MARGIN = 1.05  # by how much faster drafting has to be expected to be
-    START, START_FREE, SHARE, MOST = 1.5, 1.0, 0.005, 8.0  # in forwards of the target: see above
+    START, SHARE, MOST = 1.5, 0.005, 8.0  # in forwards of the target: see above
     ASKED = 0.01  # a call of the drafter, in forwards: a search on the host
     TRIAL = 3  # the draft of a trial
     LONGEST = 64  # longer drafts are not made
@@ -142,7 +142,7 @@ class Adaptive(Schedule):
         self.n_drafted = 0  # columns that the longest draft of the round fills
         n_trial = range(min(self.TRIAL, self.max_tokens) + 1)
         self.trial_costs = [self.costs.forward(n) - 1 for n in n_trial]  # by tokens
-        self.account = self.START if self.costs.drafter else self.START_FREE
+        self.account = self.START
         self.ahead = self._ahead()
         super().__init__(self._length())
 
