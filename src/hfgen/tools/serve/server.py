@@ -25,8 +25,8 @@ from .limits import Limits
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
-#: Bytes in a turn of a connection; of headers and of a body in chunks fewer, since each chunk of one byte takes 8 to
-#: 45 us, in which no request decodes. Such turns rest ``REST`` times as long as they took.
+#: Bytes in a turn of a connection; of a body in chunks fewer, since each chunk of one byte takes 8 to 45 us, in which
+#: no request decodes. Such turns rest ``REST`` times as long as they took.
 MAX_READ, MAX_CHUNKED, REST = 2**16, 2**12, 4
 PARTING = 2  # seconds for clients to read their last event after the grace period
 
@@ -67,7 +67,7 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.max_size = MAX_CHUNKED
+        transport.max_size = MAX_READ
         self.silence = self.loop.call_later(self.seconds, self.close_if_silent, None)
 
     def data_received(self, data: bytes) -> None:
@@ -75,7 +75,7 @@ class Protocol(H11Protocol):
         super().data_received(data)
         is_in_body = self.conn.their_state is h11.SEND_BODY
         is_chunked = is_in_body and any(name == b"transfer-encoding" for name, _ in self.headers)
-        self.transport.max_size = MAX_READ if is_in_body and not is_chunked else MAX_CHUNKED
+        self.transport.max_size = MAX_CHUNKED if is_chunked else MAX_READ
         if is_chunked:
             end = self.loop.time()
             Protocol.next_turn = max(Protocol.next_turn, end) + REST * (end - start)
