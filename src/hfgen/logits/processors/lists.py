@@ -32,17 +32,18 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
         fusible: list[Any] = []
         for processor in self:
             kind: Any = type(processor)
-            if kind in fused.STEPS and is_librarys(kind):
+            is_known = is_librarys(kind)
+            if is_known and kind in fused.STEPS:
                 fusible.append(processor)
                 continue
             if fusible:
                 scores, fusible = fused.apply(fusible, input_ids, scores), []
-            call = function_of(processor)
+            call = processor if is_known else function_of(processor)
             extra = extra_arguments(getattr(call, "func", kind.__call__))
             if missing := [name for name in extra if name not in kwargs]:
                 raise ValueError(f"{kind.__name__} needs the arguments {missing}.")
             scores = call(input_ids, scores, **(kwargs if extra else {}))
-            if not is_librarys(kind):
+            if not is_known:
                 _check_scores(processor, scores, raw_scores, len(input_ids))
         return fused.apply(fusible, input_ids, scores) if fusible else scores
 
