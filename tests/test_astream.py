@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread
 import subprocess
 import sys
 import threading
@@ -236,6 +237,27 @@ def test_a_stream_may_outlive_its_loop(llama: Any, n_threads: int) -> None:
 
     stream = asyncio.run(main())
     del stream
+    wait_for(lambda: threading.active_count() == n_threads)
+
+
+def test_an_abandoned_stream_waits_for_no_lock(llama: Any, n_threads: int) -> None:
+    # The last reference may go in a collection of garbage that starts while a pool's lock is held.
+    async def main() -> Any:
+        stream = llama.astream(tiny.prompt(1), max_new_tokens=200)
+        await anext(stream)
+        return stream
+
+    stream = asyncio.run(main())
+    finished = threading.Event()
+
+    def abandon_inside_submit() -> None:
+        nonlocal stream
+        with concurrent.futures.thread._global_shutdown_lock:
+            stream = None
+        finished.set()
+
+    threading.Thread(target=abandon_inside_submit, daemon=True).start()
+    assert finished.wait(10)
     wait_for(lambda: threading.active_count() == n_threads)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -159,8 +160,9 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         await self.aclose()
 
     def __del__(self) -> None:
-        if hasattr(self, "_items"):
-            self._stop()
+        # In another thread: garbage is also collected where this one holds a lock that `submit` takes.
+        if getattr(self, "_thread", None) is not None:
+            start_new_thread(self._stop, ())
 
 
 def _items(model: Any, request: Request, autocast: Any) -> Generator[Any, None, None]:
