@@ -62,7 +62,7 @@ def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
         "int8": ("int8",),
         "int4": ("int4",),
     }.get(weights or "", ())
-    quick = ("bf16",) if native.PANEL == 64 else ()  # smaller registers hold few rows
+    quick = ("bf16",) if native.LANES > 4 else ()
     if dtype == torch.float32:
         names += (*quick, "fp16", "onednn")
     elif dtype == torch.bfloat16:

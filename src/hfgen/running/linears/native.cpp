@@ -2,13 +2,14 @@
 //
 // A panel has the weights of PANEL outputs: words with two or four inputs of an output, then the next inputs. Sums are
 // float32, over the inputs in their order, or integers, which are exact: a row's results depend on nothing but the
-// row. Registers hold the sums of up to six rows. Activations and results are float32 or bfloat16.
+// row. Registers hold the sums of up to six rows, and where a panel is narrow, those of several panels for one or two.
+// Activations and results are float32 or bfloat16.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#if PANEL > 16
+#if LANES > 4
 #include <immintrin.h>
 #endif
 
@@ -24,19 +25,19 @@
 namespace {
 
 using torch::stable::Tensor;
-// PANEL is defined by the command line: four vectors of the processor.
-constexpr int VECTORS = 4;
-constexpr int64_t LANES = PANEL / VECTORS;
+// The command line defines LANES, the numbers in a vector, and PANEL: four vectors, two where registers are few.
+constexpr int VECTORS = PANEL / LANES;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-// Rows whose sums registers can hold.
-#if PANEL == 64 || defined(__aarch64__)
-constexpr int64_t MOST_ROWS = 6;
-#else
-constexpr int64_t MOST_ROWS = 2;
-#endif
+// Vectors of outputs that are summed at once for a number of rows: as many as registers hold, and enough that a sum
+// does not wait for itself.
+constexpr int vectors_for(int rows) { return VECTORS == 4 || rows > 2 ? VECTORS : 8 / rows; }
+// Bytes between what is read and what memory is asked for.
+constexpr int64_t AHEAD = 16384;
+// Panels whose rows are done before the next ones.
+constexpr int64_t GROUP = vectors_for(1) / VECTORS;
 // Products that are worth a thread.
 constexpr int64_t PER_THREAD = 1 << 18;
 
@@ -47,26 +48,50 @@ inline T load(const void* from) {
   return value;
 }
 
+// Where the words of a vector of outputs begin, in panels of n_words words per output.
+inline int64_t place(int64_t vector, int64_t n_words) {
+  return vector / VECTORS * n_words * PANEL + vector % VECTORS * LANES;
+}
+
+// Asks memory for the words of N vectors of outputs that are read later.
+template <int N>
+inline void prefetch(const void* weights, int64_t n_words) {
+  for (int v = 0; v < N; v += std::max<int>(1, 16 / LANES))
+    __builtin_prefetch(static_cast<const char*>(weights) + 4 * place(v, n_words) + AHEAD / N);
+}
+
 inline float from_bfloat16(uint16_t value) {
   uint32_t bits = static_cast<uint32_t>(value) << 16;
   return load<float>(&bits);
 }
 
-// Writes the first width results of a panel; bias (PANEL,) or null.
+// Writes the first width results of N vectors; bias (N * LANES,) or null.
+template <int N>
 inline void store(Floats* sums, const float* bias, float* y, int64_t width) {
-  for (int v = 0; bias && v < VECTORS; v++) sums[v] += load<Floats>(bias + LANES * v);
+  for (int v = 0; bias && v < N; v++) sums[v] += load<Floats>(bias + LANES * v);
   std::memcpy(y, sums, width * sizeof(float));
 }
 
+template <int N>
 inline void store(Floats* sums, const float* bias, uint16_t* y, int64_t width) {
-  for (int v = 0; bias && v < VECTORS; v++) sums[v] += load<Floats>(bias + LANES * v);
-  Halves rounded[VECTORS];
-  for (int v = 0; v < VECTORS; v++) {
+  for (int v = 0; bias && v < N; v++) sums[v] += load<Floats>(bias + LANES * v);
+  Halves rounded[N];
+  for (int v = 0; v < N; v++) {
     Bits bits = (Bits)sums[v], nan = (Bits)(sums[v] != sums[v]);
     bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     rounded[v] = __builtin_convertvector((nan & 0x7fc0) | (~nan & bits), Halves);
   }
   std::memcpy(y, rounded, width * sizeof(uint16_t));
+}
+
+// Calls run(first row, number of rows) for as many rows at once as registers hold, and for what remains.
+template <class Run>
+inline void for_rows(int64_t n_rows, Run run) {
+  int64_t row = 0;
+  for (; row + 6 <= n_rows; row += 6) run(row, std::integral_constant<int, 6>());
+  for (; row + 4 <= n_rows; row += 4) run(row, std::integral_constant<int, 4>());
+  for (; row + 2 <= n_rows; row += 2) run(row, std::integral_constant<int, 2>());
+  for (; row < n_rows; row++) run(row, std::integral_constant<int, 1>());
 }
 
 // Contiguous activations (n_rows, n_in), and room for the results (n_rows, n_out) of the same type.
@@ -108,82 +133,90 @@ struct Call {
     return room.data();
   }
 
-  // Calls run(panel, its first output, its width) for all panels, which threads share.
-  template <class Run> void for_panels(Run run) const {
+  // Calls run(first row, number of rows, first vector of outputs, number of vectors) for all results, which threads
+  // share; a vector has LANES outputs.
+  template <class Run> void for_blocks(Run run) const {
+    int64_t n_panels = (n_out + PANEL - 1) / PANEL;
     int64_t grain = std::max<int64_t>(1, PER_THREAD / std::max<int64_t>(1, n_rows * n_in * PANEL));
-    torch::stable::parallel_for(0, (n_out + PANEL - 1) / PANEL, grain, [&](int64_t first, int64_t last) {
-      for (int64_t p = first; p < last; p++) run(p, p * PANEL, std::min<int64_t>(PANEL, n_out - p * PANEL));
+    torch::stable::parallel_for(0, n_panels, grain, [&](int64_t first, int64_t last) {
+      for (int64_t panel = first; panel < last; panel += GROUP)
+        for_rows(n_rows, [&](int64_t row, auto rows) {
+          constexpr int most = vectors_for(rows);
+          int64_t vector = panel * VECTORS, end = std::min(last, panel + GROUP) * VECTORS;
+          for (; vector + most <= end; vector += most) run(row, rows, vector, std::integral_constant<int, most>());
+          for (; vector < end; vector += VECTORS) run(row, rows, vector, std::integral_constant<int, VECTORS>());
+        });
     });
   }
 };
-
-// Calls run(first row, number of rows) for as many rows at once as registers hold, and for what remains.
-template <class Run>
-inline void for_rows(int64_t n_rows, Run run) {
-  int64_t row = 0;
-  if constexpr (MOST_ROWS > 2) {
-    for (; row + 6 <= n_rows; row += 6) run(row, std::integral_constant<int, 6>());
-    for (; row + 4 <= n_rows; row += 4) run(row, std::integral_constant<int, 4>());
-  }
-  for (; row + 2 <= n_rows; row += 2) run(row, std::integral_constant<int, 2>());
-  for (; row < n_rows; row++) run(row, std::integral_constant<int, 1>());
-}
 
 // ---------------------------------------------------------------- weights of bfloat16
 
 // sum + a * b, rounded once where the processor does. The compiler is not asked to find such places: it would find
 // others, whose results are then not those of torch.
 inline Floats add_product(Floats sum, Floats a, Floats b) {
-#if PANEL == 64
+#if LANES == 16
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
-#elif PANEL == 32 && defined(__FMA__)
+#elif LANES == 8 && defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
   return sum + a * b;
 #endif
 }
 
-// sums of a row plus the products with the weights of two inputs.
-inline void add(Floats* sums, const Words* pairs, const float* x) {
-  Floats first = x[0] - Floats{}, second = x[1] - Floats{};
-  for (int v = 0; v < VECTORS; v++) {
-    sums[v] = add_product(sums[v], (Floats)(pairs[v] << 16), first);
-    sums[v] = add_product(sums[v], (Floats)(pairs[v] & (int32_t)0xffff0000), second);
+// Adds to sums the products of two inputs of rows of x (rows, n_in) with their weights, which are n_words words per
+// output in panels. One input after the other: both at once are more than 16 registers hold.
+template <int ROWS, int N>
+inline void add(Floats (&sums)[ROWS][N], const uint16_t* weights, int64_t n_words, const float* x, int64_t n_in) {
+  for (int second = 0; second < 2; second++) {
+    Floats values[N];
+    for (int v = 0; v < N; v++) {
+      Words pairs = load<Words>(weights + 2 * place(v, n_words));
+      values[v] = (Floats)(second ? pairs & (int32_t)0xffff0000 : pairs << 16);
+    }
+    for (int row = 0; row < ROWS; row++) {
+      Floats input = x[row * n_in + second] - Floats{};
+      for (int v = 0; v < N; v++) sums[row][v] = add_product(sums[row][v], values[v], input);
+    }
   }
 }
 
-#if PANEL == 64 && defined(__AVX512BF16__)
+#if LANES == 16 && defined(__AVX512BF16__)
 constexpr bool HAS_HALF_PRODUCTS = true;
-inline void add(Floats* sums, const Words* pairs, const uint16_t* x) {
-  Words both = load<int32_t>(x) - Words{};
-  for (int v = 0; v < VECTORS; v++)
-    sums[v] = (Floats)_mm512_dpbf16_ps((__m512)sums[v], (__m512bh)pairs[v], (__m512bh)both);
+template <int ROWS, int N>
+inline void add(Floats (&sums)[ROWS][N], const uint16_t* weights, int64_t n_words, const uint16_t* x, int64_t n_in) {
+  __m512bh pairs[N];
+  for (int v = 0; v < N; v++) pairs[v] = (__m512bh)load<Words>(weights + 2 * place(v, n_words));
+  for (int row = 0; row < ROWS; row++) {
+    __m512bh inputs = (__m512bh)(load<int32_t>(x + row * n_in) - Words{});
+    for (int v = 0; v < N; v++) sums[row][v] = (Floats)_mm512_dpbf16_ps((__m512)sums[row][v], pairs[v], inputs);
+  }
 }
 #else
 constexpr bool HAS_HALF_PRODUCTS = false;
-inline void add(Floats* sums, const Words* pairs, const uint16_t* x) {}
+template <int ROWS, int N>
+inline void add(Floats (&)[ROWS][N], const uint16_t*, int64_t, const uint16_t*, int64_t) {}
 #endif
 
-// ROWS rows of x (rows, n_in) by a panel (n_in / 2, PANEL, 2); y has rows of n_out.
-template <int ROWS, class Input, class Output>
-inline void block(const Input* x, const uint16_t* panel, const float* bias, Output* y, int64_t n_in, int64_t n_out,
+// ROWS rows of x (rows, n_in) by N vectors of outputs of weights (panels, n_in / 2, PANEL, 2); y has rows of n_out.
+template <int ROWS, int N, class Input, class Output>
+inline void block(const Input* x, const uint16_t* weights, const float* bias, Output* y, int64_t n_in, int64_t n_out,
                   int64_t width) {
-  Floats sums[ROWS][VECTORS] = {};
-  for (int64_t i = 0; i < n_in; i += 2, panel += 2 * PANEL) {
-    Words pairs[VECTORS];
-    for (int v = 0; v < VECTORS; v++) pairs[v] = load<Words>(panel + 2 * LANES * v);
-    for (int row = 0; row < ROWS; row++) add(sums[row], pairs, x + row * n_in + i);
+  Floats sums[ROWS][N] = {};
+  for (int64_t i = 0; i < n_in; i += 2, weights += 2 * PANEL) {
+    prefetch<N>(weights, n_in / 2);
+    add(sums, weights, n_in / 2, x + i, n_in);
   }
-  for (int row = 0; row < ROWS; row++) store(sums[row], bias, y + row * n_out, width);
+  for (int row = 0; row < ROWS; row++) store<N>(sums[row], bias, y + row * n_out, width);
 }
 
 template <class Input, class Output>
 void multiply(const Call& call, const Input* x, const uint16_t* weights, Output* y) {
-  call.for_panels([&](int64_t panel, int64_t output, int64_t width) {
-    for_rows(call.n_rows, [&](int64_t row, auto n) {
-      block<n>(x + row * call.n_in, weights + panel * PANEL * call.n_in, call.bias_of(output),
-               y + row * call.n_out + output, call.n_in, call.n_out, width);
-    });
+  int64_t n_in = call.n_in, n_out = call.n_out;
+  call.for_blocks([&](int64_t row, auto rows, int64_t vector, auto n) {
+    int64_t output = vector * LANES;
+    block<rows, n>(x + row * n_in, weights + 2 * place(vector, n_in / 2), call.bias_of(output),
+                   y + row * n_out + output, n_in, n_out, std::min<int64_t>(n * LANES, n_out - output));
   });
 }
 
@@ -203,56 +236,62 @@ Tensor linear16(const Tensor& x, const std::optional<Tensor>& bias, const Tensor
 
 // ---------------------------------------------------------------- weights and activations of int8
 
-// sums plus the products of four unsigned bytes of a word with four signed ones.
-inline Words dot(Words sums, Words bytes, Words weights) {
-#if PANEL == 64 && defined(__AVX512VNNI__)
-  return (Words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, (__m512i)weights);
-#elif PANEL == 32
-  __m256i x = (__m256i)bytes, w = (__m256i)weights, low = _mm256_set1_epi16(0xff);
-  __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, low), _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8));
-  __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(w, 8));
-  return sums + (Words)even + (Words)odd;
+// What stands for zero in a byte of activations.
+#if LANES == 16 && defined(__AVX512VNNI__)
+constexpr int ZERO = 128;
 #else
-  for (int shift = 0; shift < 32; shift += 8) sums += (bytes >> shift & 0xff) * (weights << (24 - shift) >> 24);
+constexpr int ZERO = 0;
+#endif
+
+// sums plus the products of four bytes of activations with four of weights.
+inline Words dot(Words sums, Words bytes, Words weights) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+  return (Words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, (__m512i)weights);
+#elif LANES == 8  // a half word holds two products of a magnitude up to 127 with a weight
+  __m256i x = (__m256i)bytes, pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8((__m256i)weights, x));
+  return sums + (Words)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  for (int shift = 0; shift < 32; shift += 8) sums += (bytes << (24 - shift) >> 24) * (weights << (24 - shift) >> 24);
   return sums;
 #endif
 }
 
-// Rounds x (n,) to bytes from 1 to 255, of which 128 is zero; returns what a step is worth, NaN if x is not finite.
+// Rounds x (n,) to bytes from ZERO - 127 to ZERO + 127; returns what a step is worth, NaN if x is not finite.
 inline float quantize(const float* x, int64_t n, uint8_t* bytes) {
   int32_t bits = 0;  // of the largest magnitude: they are in the order of the numbers
   for (int64_t i = 0; i < n; i++) bits = std::max(bits, load<int32_t>(x + i) & 0x7fffffff);
   float largest = load<float>(&bits);
   if (!std::isfinite(largest)) {
-    std::memset(bytes, 128, n);
+    std::memset(bytes, ZERO, n);
     return std::numeric_limits<float>::quiet_NaN();
   }
   largest = std::max(largest, 1e-12f);
   float steps = 127 / largest;
   constexpr float whole = 3 << 22;  // the sum has no bits behind the point
-  for (int64_t i = 0; i < n; i++) bytes[i] = static_cast<uint8_t>(static_cast<int32_t>(x[i] * steps + whole - whole) + 128);
+  for (int64_t i = 0; i < n; i++) bytes[i] = static_cast<uint8_t>(static_cast<int32_t>(x[i] * steps + whole - whole) + ZERO);
   return largest / 127;
 }
 
-// ROWS rows of x (rows, n_words, 4) by a panel (n_words, PANEL, 4).
-template <int ROWS, class Output>
-inline void block(const uint8_t* x, const int8_t* panel, const int32_t* offsets, const float* scales,
+// ROWS rows of x (rows, n_words, 4) by N vectors of outputs of weights (panels, n_words, PANEL, 4).
+template <int ROWS, int N, class Output>
+inline void block(const uint8_t* x, const int8_t* weights, const int32_t* offsets, const float* scales,
                   const float* bias, const float* steps, Output* y, int64_t n_words, int64_t n_out, int64_t width) {
-  Words sums[ROWS][VECTORS];
-  for (int row = 0; row < ROWS; row++) std::memcpy(sums[row], offsets, sizeof sums[row]);
-  for (int64_t i = 0; i < n_words; i++, panel += 4 * PANEL) {
-    Words weights[VECTORS];
-    for (int v = 0; v < VECTORS; v++) weights[v] = load<Words>(panel + 4 * LANES * v);
+  Words sums[ROWS][N] = {};
+  for (int row = 0; ZERO && row < ROWS; row++) std::memcpy(sums[row], offsets, sizeof sums[row]);
+  for (int64_t i = 0; i < n_words; i++, weights += 4 * PANEL) {
+    prefetch<N>(weights, n_words);
+    Words words[N];
+    for (int v = 0; v < N; v++) words[v] = load<Words>(weights + 4 * place(v, n_words));
     for (int row = 0; row < ROWS; row++) {
       Words bytes = load<int32_t>(x + 4 * (row * n_words + i)) - Words{};
-      for (int v = 0; v < VECTORS; v++) sums[row][v] = dot(sums[row][v], bytes, weights[v]);
+      for (int v = 0; v < N; v++) sums[row][v] = dot(sums[row][v], bytes, words[v]);
     }
   }
   for (int row = 0; row < ROWS; row++) {
-    Floats results[VECTORS];
-    for (int v = 0; v < VECTORS; v++)
+    Floats results[N];
+    for (int v = 0; v < N; v++)
       results[v] = __builtin_convertvector(sums[row][v], Floats) * load<Floats>(scales + LANES * v) * steps[row];
-    store(results, bias, y + row * n_out, width);
+    store<N>(results, bias, y + row * n_out, width);
   }
 }
 
@@ -271,11 +310,11 @@ Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor&
   for (int64_t row = 0; row < call.n_rows; row++)
     steps[row] = quantize(from + row * call.n_in, call.n_in, &bytes[row * n_words * 4]);
   auto multiply = [&](auto* y) {
-    call.for_panels([&](int64_t panel, int64_t output, int64_t width) {
-      for_rows(call.n_rows, [&](int64_t row, auto n) {
-        block<n>(&bytes[row * n_words * 4], packed + panel * PANEL * n_words * 4, offset + output, scale + output,
-                 call.bias_of(output), &steps[row], y + row * n_out + output, n_words, n_out, width);
-      });
+    call.for_blocks([&](int64_t row, auto rows, int64_t vector, auto n) {
+      int64_t output = vector * LANES;
+      block<rows, n>(&bytes[row * n_words * 4], packed + 4 * place(vector, n_words), offset + output, scale + output,
+                     call.bias_of(output), &steps[row], y + row * n_out + output, n_words, n_out,
+                     std::min<int64_t>(n * LANES, n_out - output));
     });
   };
   if (call.is_half)

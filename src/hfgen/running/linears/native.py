@@ -19,8 +19,11 @@ from torch import library as operators
 from torch.nn import functional
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-#: Outputs whose weights are next to each other in memory: four vectors of float32.
-PANEL = {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 16)
+#: Numbers of float32 in a vector of the processor, and whether it has 32 such registers, and not 16.
+LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
+HAS_32 = LANES == 16 or platform.machine() in ("aarch64", "arm64")
+#: Outputs whose weights are next to each other in memory.
+PANEL = (4 if HAS_32 else 2) * LANES
 #: The first torch whose stable interface for C++ has what the source needs.
 OLDEST_TORCH = (2, 10)
 #: Seconds that a compiler may take; two are usual.
@@ -61,7 +64,7 @@ def _library() -> Path:
     processor = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     target = f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
     flags = ["-O3", processor, "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared", target]
-    flags += [f"-DPANEL={PANEL}", f"-I{folder / 'include'}"]
+    flags += [f"-DLANES={LANES}", f"-DPANEL={PANEL}", f"-I{folder / 'include'}"]
     linking = [f"-L{folder / 'lib'}", "-ltorch_cpu"]
     library = _folder() / f"native-{_key(compiler, flags)}.so"
     if not library.exists():
