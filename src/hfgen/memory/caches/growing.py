@@ -98,14 +98,10 @@ class GrowableTensor:
     def reserve(self, n: int, spare: Spare) -> Tensor:
         """Append ``n`` tokens that the caller writes; return the view, never contiguous, for graphs."""
         is_writable = not self.is_inference or torch.is_inference_mode_enabled()
-        if self.buffer is not None and is_writable and self._has_room(n + 1):
-            return self._advance(n)
-        shape = self.view.shape
-        longer = self.append(self.view.new_empty((*shape[:-2], n + 1, shape[-1])), spare)
-        self.view = longer[..., :-1, :]
-        if self.buffer is not None:
-            self.end = self.written = self.end - 1
-        return self.view
+        if self.buffer is None or not (is_writable and self._has_room(n + 1)):
+            *rest, _, size = self.view.shape
+            self._make_room(self.view.new_empty((*rest, n + 1, size)), spare)
+        return self._advance(n)
 
     def drop_first(self, n_tokens: int) -> None:
         """Drop the first ``n_tokens``; nothing is copied."""
