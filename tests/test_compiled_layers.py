@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 import hfgen
+from hfgen.memory.caches.dynamic import GrowingLayer
 from hfgen.running import compiled_layers
 from hfgen.running.compiled_layers import CompiledLayer, LayerGraph, find_layers
 from hfgen.running.linears import kernels
@@ -119,6 +120,20 @@ def test_no_other_graph_for_other_rows_and_lengths(compiled, graphs, options):
         generate(compiled, tiny.prompt(rows, length), max_new_tokens=n, **options)
         generate(compiled, padded(*range(2, 2 + rows)), max_new_tokens=n, **options)
     assert graphs() == before
+
+
+def test_a_short_cache_is_written_in_place() -> None:
+    layer = GrowingLayer()
+    layer.update(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8))
+    addresses = set()
+    for n in range(6, 30):
+        keys, values, start = layer.reserve(1)
+        keys[:, :, start:], values[:, :, start:] = n, -n
+        addresses.add(keys.data_ptr())
+    assert len(addresses) == 1
+    expected = torch.cat([torch.zeros(5), torch.arange(6.0, 30)]).expand(1, 2, 29)
+    assert torch.equal(layer.keys[..., 3], expected)
+    assert torch.equal(layer.values[..., 7], -expected)
 
 
 def test_one_graph_is_for_all_layers(graphs, monkeypatch):

@@ -531,7 +531,7 @@ def test_threads():
 )
 def test_type_and_processor_decide(monkeypatch, weights, dtype, native, chosen):
     monkeypatch.setattr(kernels, "works", lambda name: True)
-    monkeypatch.setattr(kernels.native, "PANEL", 64)
+    monkeypatch.setattr(kernels.native, "LANES", 8)
     monkeypatch.setattr(kernels, "_has_bfloat16", lambda: native)
     monkeypatch.setattr(kernels, "_mkldnn_has", lambda name: native)
     assert [kernel.name for kernel in kernels.preferred(weights, dtype)] == chosen
@@ -565,7 +565,7 @@ def test_a_choice_is_saved_and_given_back(tmp_path):
     assert torch.equal(logits(plain, tiny.prompt(2)), expected)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_a_product_does_not_depend_on_others(name, dtype):
     torch.manual_seed(0)
