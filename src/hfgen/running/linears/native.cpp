@@ -101,17 +101,26 @@ struct Call {
   bool is_half;
   std::vector<float> bias;  // as wide as the panels, or empty
 
+  // Found by name, torch's operators take longer than a small product.
+  static Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
   static Tensor room(const Tensor& rows, int64_t n_out) {
-    std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
+    std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end()), strides(shape.size(), 1);
     shape.back() = n_out;
-    return torch::stable::new_empty(rows, shape);
+    for (size_t i = shape.size(); --i > 0;) strides[i - 1] = strides[i] * std::max<int64_t>(1, shape[i]);
+    int32_t dtype, cpu = aoti_torch_device_type_cpu();
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(rows.get(), &dtype));
+    AtenTensorHandle result;
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(shape.size(), shape.data(), strides.data(), dtype, cpu, 0, &result));
+    return Tensor(result);
   }
 
   Call(const Tensor& x, const std::optional<Tensor>& added, int64_t n_out)
-      : rows(torch::stable::contiguous(x)), result(room(rows, n_out)), n_in(x.size(-1)), n_out(n_out),
+      : rows(contiguous(x)), result(room(rows, n_out)), n_in(x.size(-1)), n_out(n_out),
         n_rows(n_in ? rows.numel() / n_in : 0), is_half(x.element_size() == 2) {
     if (!added) return;
-    Tensor values = torch::stable::contiguous(*added);
+    Tensor values = contiguous(*added);
     bias.resize((n_out + PANEL - 1) / PANEL * PANEL);
     const void* data = values.data_ptr();
     for (int64_t i = 0; i < n_out; i++)
