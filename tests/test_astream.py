@@ -229,25 +229,21 @@ def test_no_thread_outlives_the_interpreter() -> None:
     assert ended.stdout.splitlines() == ["decodes True", "at exit False"]
 
 
-def test_a_stream_may_outlive_its_loop(llama: Any, n_threads: int) -> None:
-    async def main() -> Any:
-        stream = llama.astream(tiny.prompt(1), max_new_tokens=200)
-        await anext(stream)
-        return stream
+async def begun(model: Any) -> Any:
+    stream = model.astream(tiny.prompt(1), max_new_tokens=200)
+    await anext(stream)
+    return stream
 
-    stream = asyncio.run(main())
+
+def test_a_stream_may_outlive_its_loop(llama: Any, n_threads: int) -> None:
+    stream = asyncio.run(begun(llama))
     del stream
     wait_for(lambda: threading.active_count() == n_threads)
 
 
 def test_an_abandoned_stream_waits_for_no_lock(llama: Any, n_threads: int) -> None:
     # The last reference may go in a collection of garbage that starts while a pool's lock is held.
-    async def main() -> Any:
-        stream = llama.astream(tiny.prompt(1), max_new_tokens=200)
-        await anext(stream)
-        return stream
-
-    stream = asyncio.run(main())
+    stream = asyncio.run(begun(llama))
     finished = threading.Event()
 
     def abandon_inside_submit() -> None:
