@@ -204,9 +204,8 @@ def _fp16(weight: Tensor) -> Product:
 def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
     """Its forward in TorchScript: from Python, an operator takes 8 µs to be given a packed weight."""
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # torch advises to compile, which is not for these operators
+        # torch advises to compile, which is not for these operators
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             forward: Callable[[Tensor], Tensor] = torch.jit.script(product).forward
     except (RuntimeError, OSError):  # of torch without TorchScript, and of code without its source

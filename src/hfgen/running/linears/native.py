@@ -19,11 +19,11 @@ from torch import library as operators
 from torch.nn import functional
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-#: Numbers of float32 in a vector of the processor, and whether it has 32 such registers, and not 16.
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+#: Numbers of float32 in a vector of the processor.
 LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
-HAS_32 = LANES == 16 or platform.machine() in ("aarch64", "arm64")
-#: Outputs whose weights are next to each other in memory.
-PANEL = (4 if HAS_32 else 2) * LANES
+#: Outputs whose weights are next to each other in memory: two vectors where 16 registers hold them, or four of 32.
+PANEL = (4 if IS_ARM or LANES == 16 else 2) * LANES
 #: The first torch whose stable interface for C++ has what the source needs.
 OLDEST_TORCH = (2, 10)
 #: Seconds that a compiler may take; two are usual.
@@ -61,7 +61,7 @@ def _library() -> Path:
     if compiler is None or platform.system() not in ("Linux", "Darwin"):
         raise RuntimeError("there is no C++ compiler")
     folder = Path(torch.__file__).parent
-    processor = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    processor = "-mcpu=native" if IS_ARM else "-march=native"
     target = f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
     flags = ["-O3", processor, "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared", target]
     flags += [f"-DLANES={LANES}", f"-DPANEL={PANEL}", f"-I{folder / 'include'}"]
@@ -150,9 +150,8 @@ def _linear8(x: Tensor, bias: Tensor | None, weights: Tensor, scales: Tensor, n_
     rows = x.flatten(0, -2).float()
     largest = rows.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     is_finite = largest.isfinite()
-    most = largest.new_tensor(
-        127
-    )  # a number divided by a tensor is a reciprocal in torch, rounded once more
+    # A number divided by a tensor is a reciprocal in torch, rounded once more.
+    most = largest.new_tensor(127)
     values = torch.where(is_finite, rows * (most / largest), 0).round().to(torch.int8)
     sums = torch._int_mm(values, weights).float()
     steps = torch.where(is_finite, largest / most, torch.nan)
