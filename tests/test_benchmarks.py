@@ -52,7 +52,7 @@ from benchmarks.side_by_side import (
     unmixed,
 )
 from hfgen.decoding.strategies.sample import Sample
-from hfgen.running import compiled_layers
+from hfgen.running.optimization import compiled_layers
 from tests import tiny
 
 

@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 import hfgen
 from hfgen import StreamEvent, grammar
 from hfgen.logits.stopping import FinishReason
-from hfgen.running import compiled_layers
+from hfgen.running.optimization import compiled_layers
 from hfgen.settings.fields import FIELDS
 from hfgen.tools.cli import (
     app,

@@ -16,10 +16,9 @@ from transformers import DynamicCache
 
 import hfgen
 from hfgen.memory.caches.dynamic import GrowingLayer
-from hfgen.running import compiled_layers
-from hfgen.running.compiled_layers import CompiledLayer, LayerGraph, find_layers
-from hfgen.running.linears import kernels
-from hfgen.running.linears.forward import PackedForward
+from hfgen.running.optimization import compiled_layers, kernels
+from hfgen.running.optimization.compiled_layers import CompiledLayer, LayerGraph, find_layers
+from hfgen.running.optimization.forward import PackedForward
 from tests import tiny
 from tests.test_length_classes import check, solo
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import hfgen
-from hfgen.running.linears import choice, forward, kernels, native
-from hfgen.running.linears.forward import PackedForward
+from hfgen.running.optimization import choice, forward, kernels, native
+from hfgen.running.optimization.forward import PackedForward
 from tests import tiny
 
 #: Kernels that round weights.
@@ -701,5 +701,5 @@ def test_shapes_that_int4_does_not_take():
 
 
 def test_importing_hfgen_imports_none_of_it():
-    code = "import sys, hfgen; sys.exit(any('linears' in name for name in sys.modules))"
+    code = "import sys, hfgen; sys.exit(any('running.optimization' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from .running.interventions import Patch as Patch
     from .running.interventions import Steer as Steer
     from .running.interventions import Where as Where
-    from .running.linears import optimize as optimize
-    from .running.linears import optimized as optimized
+    from .running.optimization import optimize as optimize
+    from .running.optimization import optimized as optimized
     from .running.prefix import PrefixCache as PrefixCache
     from .running.ranks import RankError as RankError
     from .session import Session as Session
@@ -78,7 +78,7 @@ _NAMES = {
     "tools.inspect": ["trace"],
     "running.exact": ["exact", "restore", "token_logprobs"],
     "running.interventions": ["Ablate", "Edit", "Patch", "Steer", "Where"],
-    "running.linears": ["optimize", "optimized"],
+    "running.optimization": ["optimize", "optimized"],
     "logits.logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],
     "patching": [

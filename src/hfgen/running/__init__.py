@@ -7,9 +7,8 @@ Read ``executor.py`` first: it forwards prompts (``prompts.py``: once for many r
 * by a compiled forward, on a cache of fixed length;
 * as a recorded CUDA graph (``graphs.py``), with ``use_cuda_graph``.
 
-``hfgen.optimize`` changes what is launched: kernels of ``linears/``, and one graph for all decoder layers
-(``compiled_layers.py``, ``layer_graphs.py``). ``ahead.py`` launches the next step before the host reads
-whether the call is over.
+``hfgen.optimize`` (``optimization/``) changes what is launched. ``ahead.py`` launches the next step before the
+host reads whether the call is over.
 """
 
 from .executor import Executor as Executor

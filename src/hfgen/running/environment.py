@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..memory import fingerprint
 from .exact.switch import is_exact
-from .linears.choice import is_optimized
+from .optimization.choice import is_optimized
 
 #: The parts of an environment, in the order in which differences are looked for.
 SECTIONS = ("versions", "machine", "model", "kernels", "weights", "tokenizer", "operations")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..linears.forward import own_forward
+from ..optimization.forward import own_forward
 from .attention import HIDDEN, exact_attention, spans_of
 from .layers import ATTENDING, BADDBMM, MATMUL, ExactCalls, refusal
 

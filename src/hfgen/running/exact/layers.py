@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook as before_e
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
-from ..linears.forward import PackedForward, own_forward
+from ..optimization.forward import PackedForward, own_forward
 from .attention import NAME, exact_attention, in_tiles
 
 #: Products of activations with a weight, by the functions that models call.

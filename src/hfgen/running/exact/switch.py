@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ... import families
-from ..linears import choice
-from ..linears.forward import PackedForward
+from ..optimization import choice
+from ..optimization.forward import PackedForward
 from ..row_states import foreign_code
 from . import layers, trial
 from .attention import NAME

@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
-from ..memory.caches.dynamic import GrowingLayer
-from ..memory.caches.static_layers import SlicedStaticLayer
-from ..settings.logs import logger
+from ...memory.caches.dynamic import GrowingLayer
+from ...memory.caches.static_layers import SlicedStaticLayer
+from ...settings.logs import logger
+from ..views import HOOKS
 from .layer_graphs import (
     Checked,
     Graph,
@@ -31,7 +32,6 @@ from .layer_graphs import (
     forward_layer,
     stand_ins,
 )
-from .views import HOOKS
 
 #: What ``torch.compile`` compiles with.
 BACKEND = "inductor"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...memory.caches.offloaded import Folder
-from ..compiled_layers import CompiledLayer, LayerGraph, find_layers
+from .compiled_layers import CompiledLayer, LayerGraph, find_layers
 from .forward import PackedForward, misfit, own_forward
 from .kernels import KERNELS, OWN, WEIGHTS, Kernel, named, overflow, preferred, works
 
