@@ -1218,6 +1218,18 @@ def test_files_with_any_byte_changed(
     assert all(path.name in message for message in messages)
 
 
+def test_a_file_that_is_overwritten_later_changes_nothing(
+    saved: tuple[Path, hfgen.PrefixCache],
+) -> None:
+    loaded = hfgen.PrefixCache.load(saved[0], llama())
+    expected, n_bytes = everything(loaded), saved[0].stat().st_size
+    with saved[0].open("rb+") as file:
+        file.write(bytes(n_bytes))
+        assert everything(loaded) == expected
+        file.truncate(0)
+    assert everything(loaded) == expected
+
+
 def everything(prefixes: hfgen.PrefixCache) -> list[Any]:
     """All that is stored, in its order: position, tokens to the end of each node, and its states."""
     found = []

@@ -230,7 +230,8 @@ def _read_nodes(
     nodes: dict[int, Node] = {}
     expected = None
     for index, entry in enumerate(entries):
-        of_node = {name: file.get_tensor(f"{index}.{name}") for name in names}
+        # Copies: those of safetensors are the file's pages, which change with it after all checks.
+        of_node = {name: file.get_tensor(f"{index}.{name}").clone() for name in names}
         if fingerprint.digest(of_node) != entry["checksum"]:
             raise NotAPrefixFile(path, f"the states of node {index} are not those that were saved")
         tokens, *states = of_node.values()

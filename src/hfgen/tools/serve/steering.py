@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from ...running.interventions import Steer, modules_named
 
@@ -23,7 +23,7 @@ def read_sets(folder: Path, model: Any) -> dict[str, dict[str, torch.Tensor]]:
     sets = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            vectors = load_file(path)
+            vectors = load(path.read_bytes())  # not the file's pages, which change with it
             for name in vectors:
                 modules_named(model, name)
             edits = [Steer(name, vector) for name, vector in vectors.items()]
