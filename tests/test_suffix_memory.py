@@ -108,6 +108,23 @@ def test_a_file_has_all_of_it_and_is_private(tmp_path: Path, model: Any) -> None
     assert loaded.continuation(tail, 8) == memory.continuation(tail, 8) != []
 
 
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SuffixMemory(MIB)
+    memory.save(path := tmp_path / "memory")
+    before = path.read_bytes()
+    memory.add([3, 4, 5])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *paths: os.close(-1))
+        for _ in range(2):
+            with pytest.raises(OSError, match="Bad file"):
+                memory.save(path)
+    assert (os.listdir(tmp_path), path.read_bytes()) == ([path.name], before)
+    memory.save(path)
+    assert len(SuffixMemory.load(path)) == 3
+
+
 def file_of(**changes: Any) -> bytes:
     tensors = {
         "tokens": torch.arange(6, dtype=torch.int32),
@@ -230,6 +247,11 @@ def test_wrong_arguments(model: Any) -> None:
     with pytest.raises(ValueError, match="`token_ids` have to be"):
         SuffixMemory(MIB).add([3, -1])
     memory = SuffixMemory(MIB)
+    memory.add([3, 5000])
+    with pytest.raises(ValueError, match="a vocabulary of more tokens, and LlamaForCausalLM has"):
+        model.generate(tiny.prompt(1), max_new_tokens=4, assistant_model=memory)
     memory.vocab = 7
     with pytest.raises(ValueError, match="a vocabulary of 7 tokens, and LlamaForCausalLM has"):
         model.generate(tiny.prompt(1), max_new_tokens=4, assistant_model=memory)
+    with pytest.raises(ValueError, match="`token_ids` have to be 0 to 6"):
+        memory.add([7])

@@ -7,6 +7,7 @@ that follow the same few tokens are a chain, as in LZ77 coders.
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from array import array
 from collections import Counter
@@ -89,9 +90,9 @@ class SuffixMemory(Drafter):
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Remember a text, for instance an answer from elsewhere. Raises ``ValueError`` for no token ids."""
-        tokens = [int(token) for token in token_ids]
-        if any(not 0 <= token < 2**31 for token in tokens):
-            raise ValueError(f"`token_ids` have to be 0 to {2**31 - 1}, but are {tokens!r:.80}.")
+        tokens, end = [int(token) for token in token_ids], self.vocab or 2**31
+        if any(not 0 <= token < end for token in tokens):
+            raise ValueError(f"`token_ids` have to be 0 to {end - 1}, but are {tokens!r:.80}.")
         with self._lock:
             self.extend(self.text(), tokens)
 
@@ -111,11 +112,12 @@ class SuffixMemory(Drafter):
                 "uses": torch.tensor([text.n_used for text in texts], dtype=n),
                 "vocab": torch.tensor(self.vocab or 0, dtype=n),
             }
-        data = save(tensors)
-        partial = f"{os.fspath(path)}.{os.getpid()}.partial"
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-        os.replace(partial, path)
+        target = Path(path)
+        with tempfile.TemporaryDirectory(".partial", f".{target.name}.", target.parent) as folder:
+            partial = Path(folder, "file")
+            partial.touch(0o600)
+            partial.write_bytes(save(tensors))
+            os.replace(partial, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_bytes: int = 64 * 2**20) -> SuffixMemory:
@@ -132,7 +134,7 @@ class SuffixMemory(Drafter):
                 raise ValueError("its lengths and uses are no counts of texts")
             if sum(lengths.tolist()) != len(tokens):  # which does not overflow
                 raise ValueError("its lengths do not sum up to its tokens")
-            if bool((tokens < 0).any() or (tokens >= (vocab or 2**31)).any()):
+            if bool((tokens < 0).any() or (tokens.long() >= (vocab or 2**31)).any()):
                 raise ValueError("a token is outside of its vocabulary")
         except (SafetensorError, KeyError, OverflowError, ValueError, RuntimeError) as error:
             raise ValueError(
@@ -149,10 +151,13 @@ class SuffixMemory(Drafter):
         """The drafter of one call. Raises ``ValueError`` if its model has another vocabulary."""
         vocab = int(run.model.config.get_text_config(decoder=True).vocab_size)
         with self._lock:
-            self.vocab = self.vocab or vocab
+            if self.vocab is None and all(
+                max(t.tokens, default=0) < vocab for t in self._texts.values()
+            ):
+                self.vocab = vocab
         if self.vocab != vocab:
             raise ValueError(
-                f"This SuffixMemory has texts of a vocabulary of {self.vocab} tokens, and "
+                f"This SuffixMemory has texts of a vocabulary of {self.vocab or 'more'} tokens, and "
                 f"{type(run.model).__name__} has {vocab}. Use one memory for each tokenizer."
             )
         return DrafterOfCall(self, run)
