@@ -53,6 +53,19 @@ def test_own_fields_of_the_model_hold_where_the_call_says_nothing(make: type):
     assert resolved(make()).drop_finished is False
 
 
+def test_results_that_only_a_checkpoint_asks_for_are_left_out_without_an_object():
+    model = hfgen.mix_into(tiny.llama())
+    ids = tiny.prompt(1)
+    expected = model.generate(ids, max_new_tokens=2)
+    model.generation_config.logprobs, model.generation_config.output_metrics = 1, True
+    assert torch.equal(model.generate(ids, max_new_tokens=2), expected)
+    output = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
+    assert output.logprobs is not None
+    assert output.metrics is not None
+    with pytest.raises(ValueError, match="`logprobs`=1 returns its results on the output object"):
+        model.generate(ids, max_new_tokens=2, logprobs=1)
+
+
 def test_numbers_of_other_types_become_plain():
     config = resolved(
         max_new_tokens=8.0,

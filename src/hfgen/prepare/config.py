@@ -142,7 +142,7 @@ def prepare_generation_config(
     for name, value in vars(config).items():
         if value is not None:
             known[name] = value
-    plain_values = validate.check_fields(known | kwargs)
+    plain_values, asked = validate.check_fields(known | kwargs), vars(config) | kwargs
     defaults = model_defaults._get_default_generation_params()
     for name in WITHOUT_DEFAULTS & defaults.keys():
         del defaults[name]
@@ -160,6 +160,11 @@ def prepare_generation_config(
         model_kwargs = config.update(**kwargs)
     for name, value in plain_values.items():
         setattr(config, name, value)
+    for name in () if config.return_dict_in_generate else validate.ON_OUTPUT:
+        if (
+            asked.get(name) is None
+        ):  # only the checkpoint asks for it, of which upstream knows nothing
+            setattr(config, name, OWN_FIELDS[name])
     if config.do_sample and is_zero(config.temperature):
         config.do_sample, config.temperature = False, 1.0
     if config.top_k == -1:

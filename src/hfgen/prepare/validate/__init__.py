@@ -4,6 +4,7 @@ Errors name the argument, what was given and what is allowed, and come before th
 pass. Where upstream fails later and less clearly, the class of its exception is kept.
 """
 
+from .fields import ON_OUTPUT as ON_OUTPUT
 from .fields import check_cache_implementation as check_cache_implementation
 from .fields import check_config as check_config
 from .fields import check_fields as check_fields
