@@ -507,6 +507,24 @@ def test_an_exception_leaves_the_rows_as_they_were(model: Any) -> None:
     check(session)
 
 
+def test_a_row_without_a_token_to_choose_is_named_and_the_others_can_go_on(model: Any) -> None:
+    class OneRow(LogitsProcessor):
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            is_its = (ids[:, 0] == prompt[1, 0]) & (ids.shape[1] > prompt.shape[1] + 1)
+            return scores.masked_fill(is_its[:, None], torch.nan)
+
+    prompt = tiny.prompt(3)
+    session = model.session(
+        prompt, max_new_tokens=10, eos_token_id=None, logits_processor=[OneRow()], do_sample=False
+    )
+    with pytest.raises(hfgen.InvalidScoresError, match=r"The scores of row 1 are NaN.* at step 2"):
+        events_of(session, 5)
+    assert [len(tokens) for tokens in session.tokens] == [2, 2, 2]
+    others = session.keep([0, 2])
+    events_of(others, 5)
+    check(others)
+
+
 def test_two_threads_and_a_closed_session_are_refused(model: Any) -> None:
     errors: list[BaseException] = []
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import families
+from ..decoding.strategies.base import InvalidScoresError
 from ..memory.batch import TOKEN_DIM
 from ..mixin import mixed_view
 from ..state.call import Request
@@ -168,7 +169,11 @@ class Session(AbstractContextManager["Session"]):
                 plain: Any = [row.plain for row in together]
                 self._choices.choose(plain, logits_of(together))
             for row in active:
-                number, new = self._rows.index(row), row.take()
+                number = self._rows.index(row)
+                try:
+                    new = row.take()
+                except InvalidScoresError as error:  # which counts the rows of its own call
+                    raise InvalidScoresError([number], error.step) from None
                 events += [dataclasses.replace(event, row=number) for event in new]
         except BaseException:
             for row, tokens, outputs in before:

@@ -82,12 +82,16 @@ class InvalidScoresError(ValueError, RuntimeError):
     """No token can be chosen from a row of scores. Upstream's sampling raises RuntimeError here."""
 
     def __init__(self, rows: list[int], step: int) -> None:
+        self.rows, self.step = rows, step
         super().__init__(
             f"The scores of row {', '.join(map(str, rows))} are NaN or infinite at step {step}, so no "
             "token can be chosen. Check the attention mask, the dtype (float16 overflows), and what "
             "rules tokens out (a `grammar` with `min_new_tokens`, a processor), or set "
             "`remove_invalid_values=True`."
         )
+
+    def __reduce__(self) -> tuple[type[InvalidScoresError], tuple[list[int], int]]:
+        return type(self), (self.rows, self.step)
 
 
 class InvalidScores:
