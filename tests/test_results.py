@@ -15,6 +15,8 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hfgen
 from hfgen.logits.stopping import FinishReason
 from hfgen.logits.stopping.strings import StopRegexCriteria, StopStringCriteria, text_until
+from hfgen.running.exact.switch import InexactError
+from hfgen.running.prefix.cache import NotAPrefixFile
 from hfgen.state.text import Detokenizer
 from tests import tiny
 from tests.scripted import PROMPT, ids_of, model, tokenizer, write
@@ -320,3 +322,18 @@ def test_metrics_in_other_modes(options: dict[str, Any]) -> None:
     assert torch.equal(output.sequences, plain.sequences)
     assert (output.metrics.time_per_output_token is None) == (options["max_new_tokens"] == 1)
     assert output.metrics.total_time > 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        hfgen.InvalidScoresError([1, 2], 3),
+        InexactError("message", ()),
+        NotAPrefixFile("path", "a reason"),
+    ],
+    ids=repr,
+)
+def test_errors_reach_another_process(error: Exception):
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, ValueError)
+    assert str(copy) == str(error)

@@ -35,7 +35,7 @@ IMPLEMENTATIONS = {
 class InexactError(ValueError):
     """An operation of a model is not exact on this machine; ``operations`` are all that were tried."""
 
-    def __init__(self, message: str, operations: tuple[Operation, ...]) -> None:
+    def __init__(self, message: str, operations: tuple[Operation, ...] = ()) -> None:
         super().__init__(message)
         self.operations = operations
 

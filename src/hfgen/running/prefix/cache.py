@@ -192,6 +192,9 @@ class NotAPrefixFile(ValueError):
     def __init__(self, path: Any, reason: str) -> None:
         super().__init__(f"{os.fspath(path)!r} cannot be loaded as stored prefixes: {reason}.")
 
+    def __reduce__(self) -> tuple[type[ValueError], tuple[Any, ...]]:
+        return ValueError, self.args  # in another process
+
 
 def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[dict[str, Any]]:
     """The entry of each node. Raises ``ValueError`` for damaged metadata, and for another model."""
