@@ -340,6 +340,7 @@ def test_a_file_of_other_content_is_left_alone(tmp_path: Path):
         b'{"id": 3}\n',
         b"\x00\x00\n",
         b'{"custom_id": "a"}\n{"id": "batch_req_',
+        b"[" * 100_000,
     ):
         path = tmp_path / "other"
         path.write_bytes(content)

@@ -64,7 +64,8 @@ def batch(
             generation_config(fields, loaded.model, 1)  # checks the fields
             if card is not None:
                 text = str(hfgen.card(loaded.model, loaded.tokenizer))
-                card.write_text(text + "\n", encoding="utf-8")
+                with refused(OSError, before=f"--card: cannot write to {str(card)!r}: "):
+                    card.write_text(text + "\n", encoding="utf-8")
             running = engine.engine(loaded.model, loaded.tokenizer, policy=policy)
             progress = JobProgress(n_open)
             job = Job(loaded, lines, file, fields, progress)
@@ -200,7 +201,7 @@ class Output:
                     custom_id, error = record["custom_id"], record["error"]
                     key = error["line"] if custom_id is None else custom_id
                     self.done[key] = record.get("request_digest")
-                except (KeyError, TypeError, ValueError):
+                except (KeyError, TypeError, ValueError, RecursionError):
                     wrong = f"line {number} of {str(self.path)!r} is not one of an output"
                     raise CliError(f"{wrong}: give another file to -o") from None
                 self.n_failed += error is not None

@@ -88,7 +88,7 @@ def read_schema(path: str) -> grammar.Grammar:
     """The grammar of the JSON schema in a file. Raises ``ValueError``."""
     try:
         schema = json.loads(loading.read_text(Path(path)))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path!r} is not JSON: {error}") from error
     return grammar.json(schema, whitespace=WHITESPACE)
 
