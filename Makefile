@@ -18,7 +18,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "hfgen needs Python 3.10 or later; say which with make PYTHON=python3.x"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
@@ -35,7 +35,7 @@ $(VENV)-oldest/installed: pyproject.toml constraints.txt
 	@echo "Making the environment in $(VENV)-oldest."
 	@$(PYTHON) -m venv $(VENV)-oldest
 	@sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > $(VENV)-oldest/constraints.txt
-	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint $(VENV)-oldest/constraints.txt --editable '.[dev]'
 	@touch $@
 
@@ -43,18 +43,21 @@ versions: $(VENV)/installed ## Run the core of the tests with each Python, trans
 	@$(BIN)/python scripts/check_versions.py
 
 clients: $(VENV)-clients/installed ## Run client libraries (PEFT, TRL, lm_eval, …) with and without hfgen.
-	@$(VENV)-clients/bin/python -m pytest -W default tests/clients  # their warnings are theirs
+	@# Their warnings are theirs. Servers' tests measure how long others wait: they run alone.
+	@$(VENV)-clients/bin/python -m pytest --numprocesses 2 --dist loadfile -W default tests/clients \
+		--ignore-glob '*/test_serving*'
+	@$(VENV)-clients/bin/python -m pytest -W default tests/clients/test_serving*
 
 $(VENV)-clients/installed: pyproject.toml constraints.txt
 	@echo "Making the environment in $(VENV)-clients."
 	@$(PYTHON) -m venv $(VENV)-clients
-	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable '.[clients]'
 	@# It declares older versions of rich and jiter than those that it runs with here.
-	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --no-deps instructor docstring-parser
 	@# It declares transformers before 5.3.
-	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --no-deps kvpress cachetools fire termcolor
 	@touch $@
 

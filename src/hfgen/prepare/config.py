@@ -160,10 +160,9 @@ def prepare_generation_config(
         model_kwargs = config.update(**kwargs)
     for name, value in plain_values.items():
         setattr(config, name, value)
+    # Upstream ignores what only a checkpoint's file asks for.
     for name in () if config.return_dict_in_generate else validate.ON_OUTPUT:
-        if (
-            asked.get(name) is None
-        ):  # only the checkpoint asks for it, of which upstream knows nothing
+        if asked.get(name) is None:
             setattr(config, name, OWN_FIELDS[name])
     if config.do_sample and is_zero(config.temperature):
         config.do_sample, config.temperature = False, 1.0

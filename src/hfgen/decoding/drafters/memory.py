@@ -151,9 +151,8 @@ class SuffixMemory(Drafter):
         """The drafter of one call. Raises ``ValueError`` if its model has another vocabulary."""
         vocab = int(run.model.config.get_text_config(decoder=True).vocab_size)
         with self._lock:
-            if self.vocab is None and all(
-                max(t.tokens, default=0) < vocab for t in self._texts.values()
-            ):
+            largest = max((max(text.tokens, default=0) for text in self._texts.values()), default=0)
+            if self.vocab is None and largest < vocab:
                 self.vocab = vocab
         if self.vocab != vocab:
             raise ValueError(
