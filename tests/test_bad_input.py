@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 import hfgen
 from hfgen.settings.logs import logger
 from tests import tiny
+from tests.parity.harness import FAMILIES
 
 
 class Recorder(BaseStreamer):
@@ -355,6 +356,8 @@ def _prompts() -> list[tuple[Callable[[], Any], type[Exception], dict[str, Any],
         *((m, IndexError, {"input_ids": IDS[0]}, "`input_ids` has to be (batch, length), but has shape (7,)") for m in everyone),
         *((m, RuntimeError, {"input_ids": IDS[None]}, "(batch, length), but has shape (1, 2, 7)") for m in everyone),
         *((m, RuntimeError, {"input_ids": IDS.float()}, "`input_ids` has to hold token ids, int64 or int32, but holds torch.float32") for m in everyone),
+        (FAMILIES["voxtral"].build, RuntimeError, {"input_ids": IDS.float()}, "`input_ids` has to hold token ids"),
+        (FAMILIES["voxtral"].build, RuntimeError, {"input_ids": torch.rand(1, 8, 32)}, "(batch, length), but has shape (1, 8, 32)"),
         *((m, RuntimeError, {"input_ids": IDS > 50}, "but holds torch.bool") for m in everyone),
         *((m, RuntimeError, {"input_ids": IDS.to(torch.int8)}, "but holds torch.int8") for m in everyone),
         *((m, IndexError, {"input_ids": IDS, "attention_mask": ones[0]}, "`attention_mask` has to be (batch, length), but has shape (7,)") for m in everyone),
