@@ -172,6 +172,17 @@ def test_embeddings_are_prefilled_in_chunks(with_ids):
     assert theirs is None or not torch.equal(theirs, whole)
 
 
+def test_prompt_lookup_forwards_the_prompt_in_chunks() -> None:
+    """Upstream's takes no notice of ``prefill_chunk_size``."""
+    call: dict[str, Any] = {"prefill_chunk_size": 3, "prompt_lookup_num_tokens": 2}
+    call |= {"return_dict_in_generate": True, "output_hidden_states": True, "max_new_tokens": 3}
+    lengths = []
+    for model in both():
+        output: Any = model.generate(tiny.prompt(rows=1), **call)
+        lengths.append(output.hidden_states[0][0].shape[1])
+    assert lengths == [7, 1]
+
+
 def test_guidance_on_an_encoder_decoder():
     (upstream, model), ids = both(tiny.t5), tiny.prompt(2)
     options = {
