@@ -349,6 +349,12 @@ def test_a_file_of_other_content_is_left_alone(tmp_path: Path):
         assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize("path", [Path("/dev/full"), Path("/")])
+def test_what_is_no_file_is_refused(path: Path):
+    with pytest.raises(CliError, match="it is no file"):
+        Output(path)
+
+
 def test_lines_are_read_as_they_are(tmp_path: Path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(

@@ -72,17 +72,22 @@ def _library() -> Path:
         command = [compiler, *flags, str(SOURCE), *linking, "-o", str(partial)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
         if done.returncode:
+            partial.unlink(missing_ok=True)
             raise RuntimeError(f"the C++ compiler failed: {done.stderr[:500]}")
+        with open(partial, "rb+") as file:  # a library that a crash cut off would end each process
+            os.fsync(file.fileno())
         partial.replace(library)
     return library
 
 
 def _folder() -> Path:
-    """The user's folder of compiled kernels; one of this process if that cannot be written."""
+    """The user's folder of compiled kernels; one of this process if others may write there, or nobody."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfgen"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+        about = folder.stat()
+        is_private = about.st_uid == os.getuid() and not about.st_mode & 0o022
+        if is_private and os.access(folder, os.W_OK):
             return folder
     except OSError:
         pass

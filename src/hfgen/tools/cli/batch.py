@@ -156,7 +156,7 @@ class Output:
     """An output file that is only appended to, and that one job at a time writes to.
 
     Opening it finds out what is ``done``; a last line that a killed job did not finish is cut off.
-    Raises ``CliError`` if another job has it open, and for a file that has other content.
+    Raises ``CliError`` if another job has it open, for a file that has other content, and for a device.
     """
 
     def __init__(self, path: Path) -> None:
@@ -164,6 +164,8 @@ class Output:
         self.done: dict[str | int, str | None] = {}  # key of a line with an output → its digest
         self.n_failed = 0  # how many of these are errors
         self.was_cut = False  # whether an unfinished line was cut off
+        if path.exists() and not path.is_file():
+            raise CliError(f"cannot write to {str(path)!r}: it is no file")
         with refused(OSError, before=f"cannot write to {str(path)!r}: "):
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
         try:
