@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+from functools import partial
 from typing import Any
 
+import openai
 import pytest
 import torch
 from PIL import Image
@@ -57,8 +59,12 @@ def llava() -> tuple[Any, Any]:
 
 
 def image(colour: str) -> str:
+    return url_of(Image.new("RGB", (8, 8), colour))
+
+
+def url_of(picture: Any) -> str:
     data = io.BytesIO()
-    Image.new("RGB", (8, 8), colour).save(data, "PNG")
+    picture.save(data, "PNG")
     return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
@@ -92,3 +98,42 @@ def test_answers_about_images_are_those_of_generate(is_stream: bool) -> None:
             found.append("".join(texts))
     assert found == expected
     assert found[0] != found[1]
+
+
+def test_a_large_picture_is_no_long_prompt() -> None:
+    """Media have limits of their own; text beside them, and where no model reads media, counts."""
+    picture = {
+        "type": "image_url",
+        "image_url": {"url": url_of(Image.effect_noise((1200, 1000), 99))},
+    }
+    assert len(picture["image_url"]["url"]) > 1_000_000  # type: ignore[index]
+    with running(*llava()) as server:
+        ask = partial(server.client().chat.completions.create, model="tiny", max_tokens=2)
+        assert ask(messages=[{"role": "user", "content": [picture]}]).choices
+        tool = {"function": {"name": "f"}, "content": [picture]}
+        documents = {"documents": [{"content": [picture]}]}
+        for fields in {"tools": [tool]}, {"extra_body": documents}:
+            with pytest.raises(openai.BadRequestError, match="more than 1,000,000 characters"):
+                ask(messages=[{"role": "user", "content": "x"}], **fields)
+
+
+def test_refused_pictures_say_why_and_change_no_other_answer() -> None:
+    """An image of one pixel's width would have gigabytes behind a processor that sets the shorter side."""
+    odd = {
+        "times the other": url_of(Image.new("1", (1, 201))),
+        "pixels": url_of(Image.new("1", (16_000, 1001))),
+        "no image of BMP": "data:image/png;base64,eHh4eA==",
+        "truncated": url_of(Image.new("RGB", (64, 64), "red"))[:-120],
+        "more than 16": image("red"),
+    }
+    with running(*llava()) as server:
+        ask = partial(server.client().chat.completions.create, model="tiny", temperature=0)
+        expected = ask(messages=[{"role": "user", "content": "x"}], max_tokens=60).choices
+        answer: Any = ask(messages=[{"role": "user", "content": "x"}], max_tokens=60, stream=True)
+        for why, url in odd.items():
+            parts = [{"type": "image_url", "image_url": {"url": url}}] * (17 if "16" in why else 1)
+            with pytest.raises(openai.BadRequestError, match=why) as refused:
+                ask(messages=[{"role": "user", "content": parts}])
+            assert " at 0x" not in str(refused.value)  # of the memory
+        found = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        assert found == expected[0].message.content

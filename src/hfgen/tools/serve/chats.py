@@ -21,12 +21,10 @@ from transformers.utils.chat_parsing import parse_response
 from ...settings import grammar
 from ...settings.grammar import Grammar
 from ..openai_api.requests import SPACE, template_options
-from .limits import MEBIBYTE, Limits
+from .limits import HEARD, MEBIBYTE, SEEN, Limits
 
-#: The kinds of content of a message, and those of it that only some models read.
+#: The kinds of content of a message that all models read.
 TEXTS = ("text", "input_text", "output_text")
-SEEN = ("image_url", "input_image", "video_url")
-HEARD = ("input_audio", "audio_url")
 
 
 def parts_of(messages: Any) -> Iterator[Any]:
@@ -74,7 +72,7 @@ def inputs_of(
             **options,
         )
     except Exception as error:  # the template's own, of a wrong call, of an image that is none
-        raise ValueError(f"`{name}` cannot be read: {error!s:.500}") from error
+        raise ValueError(f"`{name}` cannot be read: {str(error) or repr(error):.500}") from error
     return inputs.to(model.device)
 
 
@@ -137,19 +135,24 @@ def content_of(url: str, limits: Limits) -> bytes:
 
 #: Of images; Pillow opens others with programs of the system (EPS), or slowly.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+MAX_RATIO = 200  # of an image's sides: processors that set the shorter one multiply the other
 
 
 def check_image(data: bytes, limits: Limits) -> None:
-    """Raise ``ValueError`` for an image of too many pixels, by its header; ``OSError`` for none."""
+    """Raise ``ValueError`` for an image of too many pixels, by its header, and for none."""
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            n_pixels = image.width * image.height  # of the first frame: no other is read
+            shorter, longer = sorted(image.size)  # of the first frame: no other is read
+    except Image.UnidentifiedImageError:
+        raise ValueError(f"it is no image of {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error
-    if n_pixels > limits.max_pixels:
+    if shorter * longer > limits.max_pixels:
         raise ValueError(f"it has more than {limits.max_pixels:,} pixels")
+    if longer > MAX_RATIO * shorter:
+        raise ValueError(f"a side is more than {MAX_RATIO} times the other")
 
 
 #: The format of Hermes and Qwen, for calls of models whose own format is unknown.

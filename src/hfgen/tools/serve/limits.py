@@ -19,6 +19,10 @@ LARGEST_MULTIPLE = 10_000  # a schema's `multipleOf` takes an automaton of about
 
 #: Fields of a body that say what the prompt is.
 PROMPTS = ("messages", "prompt", "input", "instructions", "tools", "documents")
+MESSAGES = ("messages", "input")
+#: Kinds of content of a message that only some models read; it has limits of its own.
+SEEN = ("image_url", "input_image", "video_url")
+HEARD = ("input_audio", "audio_url")
 
 
 def limit(default: Any, help: str) -> Any:
@@ -102,7 +106,7 @@ class Limits:
             texts = [part for part in parts if isinstance(part, str)]
             size = sum(map(len, texts)) + len(parts) - len(texts)
             if name in PROMPTS:
-                n_chars += size
+                n_chars += size - (media_chars(value) if name in MESSAGES else 0)
                 # A list of numbers is the ids of one prompt.
                 is_list = isinstance(value, list) and value and not isinstance(value[0], int)
                 n_items = len(value) if is_list else 1
@@ -158,6 +162,15 @@ def leaves(value: Any) -> Iterator[tuple[Any, int]]:
             waiting += [(part, depth + 1) for part in each]
         if not each or not isinstance(each, dict | list):
             yield each, depth
+
+
+def media_chars(messages: Any) -> int:
+    """Characters of the images, sounds and videos in the contents of messages, as models read them."""
+    messages = messages if isinstance(messages, list) else []
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for each in contents if isinstance(each, list) for part in each]
+    media = [p for p in parts if isinstance(p, dict) and p.get("type") in SEEN + HEARD]
+    return sum(len(leaf) for leaf, _ in leaves(media) if isinstance(leaf, str))
 
 
 def printable(name: str) -> str:
