@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,7 @@ ATTACKS: dict[str, tuple[tuple[str, Any], str]] = {
     "bad words": (completion(bad_words=["x" * 1000] * 15_000), "bad_words"),
     "bad words at the limit": (completion(bad_words=[f"{i}abc" for i in range(1000)]), ""),
     "a long logit_bias": (completion(logit_bias={str(i): 1 for i in range(2000)}), "logit_bias"),
+    "a wrong logit_bias": (completion(logit_bias={"x": "x" * 60_000}), "logit_bias"),
     "many ids": (completion(prompt=[5] * 400_000), "prompt"),
     "a wrong scale": (completion(interventions={"odd": 10**18}), "interventions"),
     "a wrong vector": (completion(interventions={"../odd": 1}), "interventions"),
@@ -351,6 +352,53 @@ def test_a_body_of_single_bytes(served: Served) -> None:
         client.sendall(head + b"1\r\n \r\n" * 200_000 + b"0\r\n\r\n")
         assert client.recv(12) == b"HTTP/1.1 400"
     assert max(seconds[n:]) < alone + HELD_UP
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a:b\r\n" * 13_000, id="head"
+        ),
+        pytest.param(CHUNKED + b"1\r\n \r\n" * 10_000, id="chunks"),
+    ],
+)
+def test_the_first_bytes_of_many_connections(served: Served, data: bytes) -> None:
+    """They come in one turn of the event loop, in which the lines and chunks would take a minute."""
+    address = "127.0.0.1", int(served.url.rpartition(":")[2])
+    with victim(served) as seconds, ExitStack() as stack:
+        wait_for(lambda: len(seconds) >= 2)
+        alone, n = statistics.median(seconds), len(seconds)
+        clients = [stack.enter_context(socket.create_connection(address)) for _ in range(200)]
+        for client in clients:
+            with suppress(ConnectionError):  # it has been refused
+                client.sendall(data)
+        wait_for(lambda: len(seconds) >= n + 4)
+    assert max(seconds[n:]) < alone + HELD_UP
+
+
+def test_a_body_in_chunks_is_read_whole(served: Served) -> None:
+    """Also in a connection that goes on, and behind another request in it."""
+    address = "127.0.0.1", int(served.url.rpartition(":")[2])
+    head = CHUNKED.replace(b"\r\n\r\n", b"\r\ncontent-type: application/json\r\n\r\n")
+    body = json.dumps(VICTIM).encode()
+    request = head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    with socket.create_connection(address) as client:
+        client.sendall(request * 3)
+        answers = b""
+        while answers.count(b'"usage"') < 3:
+            more = client.recv(2**16)
+            assert more
+            answers += more
+    assert answers.count(b"HTTP/1.1 200 OK") == 3
+
+
+def test_no_redirect_to_the_host_of_a_request(served: Served) -> None:
+    answer = served.client.get("/v1/models/", headers={"host": "localhost:1"})
+    assert (answer.status_code, "location" in answer.headers) == (404, False)
 
 
 @pytest.mark.parametrize(

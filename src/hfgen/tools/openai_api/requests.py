@@ -72,7 +72,7 @@ def _logit_bias(value: Any) -> dict[str, Any]:
         return PARAMS["logit_bias"].becomes(value)
     except (AttributeError, TypeError, ValueError):
         has_to = "has to map token ids to numbers"
-        raise ValueError(f"`logit_bias` {has_to}, but is {value!r}.") from None
+        raise ValueError(f"`logit_bias` {has_to}, but is {value!r:.80}.") from None
 
 
 def _stream_options(value: Any) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def application(served: Served, metrics: Metrics) -> Starlette:
 
     def show_model(request: Request) -> Response:
         if (name := request.path_params["name"]) != served.name:
-            raise HTTPException(404, f"The only model here is {served.name!r}, not {name!r}.")
+            raise HTTPException(404, f"The only model here is {served.name!r}, not {name!r:.80}.")
         return JSONResponse(model)
 
     def not_offered(_: Request) -> Response:
@@ -263,7 +263,7 @@ def application(served: Served, metrics: Metrics) -> Starlette:
 
     posts = {path: endpoint(kind, served) for path, kind in HANDLERS.items()}
     posts |= dict.fromkeys(NOT_OFFERED, not_offered)
-    return Starlette(
+    app = Starlette(
         routes=[
             *(Route(path, function, methods=["POST"]) for path, function in posts.items()),
             Route("/metrics", show_metrics),
@@ -273,6 +273,8 @@ def application(served: Served, metrics: Metrics) -> Starlette:
         ],
         exception_handlers={HTTPException: refused, Exception: failed},
     )
+    app.router.redirect_slashes = False  # to a URL with the `Host` of the request
+    return app
 
 
 def endpoint(kind: type[Handler], served: Served) -> Callable[[Request], Any]:

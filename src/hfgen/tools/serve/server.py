@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import re
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,9 +28,11 @@ from .limits import Limits
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
-#: Bytes in a turn of a connection; of a body in chunks fewer, since each chunk of one byte takes 8 to 45 us, in which
-#: no request decodes. Such turns rest ``REST`` times as long as they took.
-MAX_READ, MAX_CHUNKED, REST = 2**16, 2**12, 4
+#: Bytes that a connection reads at once, of a head that is not complete, and lines of a head: each of them, as each
+#: chunk of a body, takes 8 to 45 us in which no request decodes.
+MAX_READ, MAX_HEAD, MAX_LINES = 2**16, 2**14, 100
+#: Seconds of a turn, in which one connection reads its body in chunks, and how many times as long all rest after it.
+TURN, REST = 0.02, 4
 PARTING = 2  # seconds for clients to read their last event after the grace period
 
 
@@ -59,32 +64,65 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
+class Connection(h11.Connection):
+    """Refuses heads of too many lines, and reads a body in chunks only until its turn ends."""
+
+    is_chunked = False
+    turn_ends = 0.0
+    has_more = False  # when the turn has ended
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            data, _ = self.trailing_data
+            blank = re.search(rb"\n\r?\n", data)
+            if data.count(b"\n", 0, blank.start() if blank else None) > MAX_LINES:
+                raise h11.RemoteProtocolError("too many headers")
+        elif self.is_chunked and self.their_state is h11.SEND_BODY:
+            self.has_more = time.monotonic() >= self.turn_ends
+            if self.has_more:
+                return h11.NEED_DATA
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.is_chunked = any(name == b"transfer-encoding" for name, _ in event.headers)
+        return event
+
+
 class Protocol(H11Protocol):
     """Closes connections whose client takes too long to send the headers of a request."""
 
     seconds: float  # of the server; a subclass has it
-    next_turn = 0.0  # the time of the next read of a body in chunks, shared by all connections
+    #: Connections with chunks to read, which have turns one after the other.
+    waiting: deque[Protocol]
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.conn = Connection(h11.SERVER, MAX_HEAD)
         transport.max_size = MAX_READ
         self.silence = self.loop.call_later(self.seconds, self.close_if_silent, None)
 
-    def data_received(self, data: bytes) -> None:
-        start = self.loop.time()
-        super().data_received(data)
-        is_in_body = self.conn.their_state is h11.SEND_BODY
-        is_chunked = is_in_body and any(name == b"transfer-encoding" for name, _ in self.headers)
-        self.transport.max_size = MAX_CHUNKED if is_chunked else MAX_READ
-        if is_chunked:
-            end = self.loop.time()
-            Protocol.next_turn = max(Protocol.next_turn, end) + REST * (end - start)
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.has_more and self not in self.waiting:
             self.transport.pause_reading()
-            self.loop.call_at(Protocol.next_turn, self.read_on)
+            self.waiting.append(self)
+            if len(self.waiting) == 1:
+                self.loop.call_soon(self.take_turns)
 
-    def read_on(self) -> None:
-        if not self.flow.read_paused:
-            self.transport.resume_reading()
+    def take_turns(self) -> None:
+        """Give the first connection that waits a turn, and the next one after a rest."""
+        start, first = self.loop.time(), self.waiting[0]
+        first.conn.turn_ends, first.conn.has_more = start + TURN, False
+        try:
+            if not first.transport.is_closing():
+                H11Protocol.handle_events(first)
+        finally:
+            self.waiting.popleft()
+            if first.conn.has_more and not first.transport.is_closing():
+                self.waiting.append(first)
+            elif not first.flow.read_paused:
+                first.transport.resume_reading()
+            if self.waiting:
+                self.loop.call_later(REST * (self.loop.time() - start), self.take_turns)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.silence.cancel()  # it holds the last request
@@ -160,7 +198,10 @@ async def serve(
             Guard(app, settings.api_key, limits, settings.hosts),
             host=settings.host,
             port=settings.port,
-            http=type("Protocol", (Protocol,), {"seconds": limits.receive_seconds}),
+            http=type(
+                "Protocol", (Protocol,), {"seconds": limits.receive_seconds, "waiting": deque()}
+            ),
+            ws="none",
             log_level=settings.log_level,
             limit_concurrency=limits.max_connections,
             timeout_graceful_shutdown=round(limits.grace_seconds + PARTING),
