@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfgen.memory import buffers
-from hfgen.memory.buffers import TokenBuffer, count_on, grow, ones, repeat_last, zeros
+from hfgen.memory.buffers import count_on, grow, ones, repeat_last, zeros
 
 
 def test_a_mask_grows_by_ones():
@@ -69,36 +69,3 @@ def test_many_columns_one_by_one(mode):
             positions = grow(positions, 1, count_on)
     n = 3 * buffers.SPARE_COLUMNS + 1
     assert positions.tolist() == [list(range(n)), list(range(100, 100 + n))]
-
-
-def test_tokens_are_appended():
-    tokens = TokenBuffer(torch.tensor([[7, 8], [9, 10]]), limit=6)
-    assert tokens.ids.tolist() == [[7, 8], [9, 10]]
-    assert tokens.append(torch.tensor([[1], [2]])).tolist() == [[7, 8, 1], [9, 10, 2]]
-    several = tokens.append(torch.tensor([[3, 4, 5], [6, 7, 8]]))
-    assert several.tolist() == [[7, 8, 1, 3, 4, 5], [9, 10, 2, 6, 7, 8]]
-    assert several.equal(tokens.ids)
-
-
-def test_earlier_ids_stay_valid():
-    tokens = TokenBuffer(torch.tensor([[7]]), limit=3)
-    first = tokens.append(torch.tensor([[8]]))
-    tokens.append(torch.tensor([[9]]))
-    assert first.tolist() == [[7, 8]]
-
-
-def test_the_prompt_is_not_written_to():
-    prompt = torch.tensor([[7, 8]], dtype=torch.int32)
-    tokens = TokenBuffer(prompt, limit=2)
-    tokens.append(torch.tensor([[9]]))[0, 0] = 1
-    assert prompt.tolist() == [[7, 8]]
-    assert tokens.ids.dtype == torch.long
-
-
-@pytest.mark.parametrize("limit", [0, 2, 10**15])
-def test_a_limit_is_a_guess(limit):
-    """Neither is more refused, nor memory taken for tokens that may never come."""
-    tokens = TokenBuffer(torch.zeros(1, 2, dtype=torch.long), limit)
-    for token in range(1, 2000):
-        tokens.append(torch.tensor([[token]]))
-    assert tokens.ids.tolist() == [[0, 0, *range(1, 2000)]]

@@ -258,6 +258,21 @@ ATTACKS: dict[str, tuple[tuple[str, Any], str]] = {
         ),
         "tools",
     ),
+    "a tool of many branches": (
+        chat(
+            tools=[
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "f",
+                        "parameters": {"anyOf": [{"const": f"{i}" * 20} for i in range(9_000)]},
+                    },
+                }
+            ],
+            tool_choice="required",
+        ),
+        "tools",
+    ),
     "messages": (chat(messages=[{"role": "user", "content": "x"}] * 50_000), "messages"),
     "a negative number": (completion(max_tokens=-1), "max_tokens"),
     "a huge answer": (completion(max_tokens=10**15), "max_tokens"),
@@ -384,7 +399,7 @@ def test_a_body_in_chunks_is_read_whole(served: Served) -> None:
     """Also in a connection that goes on, and behind another request in it."""
     address = "127.0.0.1", int(served.url.rpartition(":")[2])
     head = CHUNKED.replace(b"\r\n\r\n", b"\r\ncontent-type: application/json\r\n\r\n")
-    body = json.dumps(VICTIM).encode()
+    body = json.dumps(VICTIM | {"max_tokens": 4}).encode()
     request = head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     with socket.create_connection(address) as client:
         client.sendall(request * 3)

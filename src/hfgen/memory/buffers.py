@@ -57,36 +57,6 @@ def count_on(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return tensor[..., -1:] + steps
 
 
-class TokenBuffer:
-    """Token ids ``(rows, length)`` with room for the tokens to come, about ``limit`` in all.
-
-    With ``is_copied``, ``ids`` is contiguous and never written to, at the price of a copy per token.
-    """
-
-    def __init__(self, ids: torch.Tensor, limit: int, is_copied: bool = False) -> None:
-        rows, self.length = ids.shape
-        self.is_copied = is_copied
-        # A limit can be a caller's "practically endless": start small, grow as it fills.
-        spare = 0 if self.is_copied else min(max(limit - self.length, 0), 1024)
-        self._buffer = ids.new_empty((rows, self.length + spare), dtype=torch.long)
-        self._buffer[:, : self.length] = ids
-
-    @property
-    def ids(self) -> torch.Tensor:
-        return self._buffer[:, : self.length]
-
-    def append(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Add ``tokens (rows, n_new)``; returns all ids so far."""
-        rows, capacity = self._buffer.shape
-        end = self.length + tokens.shape[1]
-        if end > capacity:
-            n_more = tokens.shape[1] if self.is_copied else max(end, capacity)
-            self._buffer = torch.cat([self._buffer, self._buffer.new_empty((rows, n_more))], dim=1)
-        self._buffer[:, self.length : end] = tokens
-        self.length = end
-        return self.ids
-
-
 def may_write_to(tensor: torch.Tensor) -> bool:
     """Whether a tensor may be written in place: one of inference mode only there."""
     return not tensor.is_inference() or torch.is_inference_mode_enabled()

@@ -106,7 +106,7 @@ class PlainRows:
             self._append(self.run.ids.new_tensor(columns).T)
 
     def _append(self, tokens: Tensor) -> None:
-        self.run.ids = self.strategy.buffer.append(tokens)
+        self.run.ids = torch.cat([self.run.ids, tokens], dim=1)
         self.strategy.n_steps += tokens.shape[1]
 
     def take(self) -> list[StreamEvent]:

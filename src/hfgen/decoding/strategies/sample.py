@@ -9,10 +9,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from ...logits import logprobs, stopping
-from ...logits.processors.lists import is_librarys
-from ...memory.buffers import TokenBuffer
 from ...running import last_logits
-from ...running.row_states import is_of
 from ...state.run import Run, Step
 from .. import outputs
 from ..loop import commit
@@ -26,15 +23,8 @@ class Sample(NextToken):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        # Code of others may count on contiguous ids, as upstream's are; gradients need ids as they were.
-        is_copied = torch.is_grad_enabled()
-        if len(run.ids) > 1 and not is_copied:
-            kinds = set(map(type, (*run.processors, *run.criteria)))
-            is_known = all(map(is_librarys, kinds))
-            is_copied = not (is_known and is_of(run.model.prepare_inputs_for_generation))
-        self.buffer = TokenBuffer(run.ids, run.config.max_length, is_copied)
         # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
-        run.ids = self.buffer.ids
+        run.ids = run.ids.to(torch.long, copy=True, memory_format=torch.contiguous_format)
         rows = len(run.ids)
         self.row_choice = run.row_choice
         self.unfinished = stopping.may_begin(run.criteria, run.ids)
@@ -64,7 +54,7 @@ class Sample(NextToken):
         if self.is_padded:
             tokens = torch.where(self.unfinished, tokens, self.pad)
         tokens = tokens[:, None]
-        run.ids = self.buffer.append(tokens)
+        run.ids = torch.cat([run.ids, tokens], dim=1)
         self.n_steps += 1
         observed = outputs.observe(run, model_outputs)
         return Step(tokens, (scores,), (logits,), **observed)

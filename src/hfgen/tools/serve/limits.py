@@ -112,6 +112,9 @@ class Limits:
                 n_items = len(value) if is_list else 1
                 if n_chars > (most := self.max_prompt_chars):
                     raise ValueError(f"`{name}`: the prompt has more than {most:,} characters.")
+                # llguidance reads their schemas while no other thread of Python runs.
+                if name == "tools" and size > (most := 4 * self.max_field_chars):
+                    raise ValueError(f"`tools` has more than {most:,} characters.")
             else:
                 n_items = len(texts)
                 if size > self.max_field_chars:
