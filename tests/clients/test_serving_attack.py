@@ -620,6 +620,10 @@ def test_pictures_within_limits(tmp_path: Path) -> None:
             chats.inline_media(of(url), allowed, "messages")
     with pytest.raises(ValueError, match="more than 16"):
         chats.inline_media(of(data(png((1, 1)))) * 17, allowed, "messages")
+    small = Limits(max_pixels=100)
+    chats.inline_media(of(data(png((10, 10)))) * 4, small, "messages")
+    with pytest.raises(ValueError, match="all images together have more than 400 pixels"):
+        chats.inline_media(of(data(png((10, 10)))) * 5, small, "messages")
 
 
 def test_a_long_animation_is_no_work() -> None:
@@ -630,7 +634,7 @@ def test_a_long_animation_is_no_work() -> None:
     head = b"GIF89a\1\0\1\0\x80\0\0\0\0\0\xff\xff\xff"
     frame = b",\0\0\0\0\1\0\1\0\0\2\2\x44\1\0"
     start = time.monotonic()
-    chats.check_image(head + frame * 400_000 + b";", Limits())
+    chats.pixels_of(head + frame * 400_000 + b";", Limits())
     assert time.monotonic() - start < HELD_UP
 
 

@@ -81,6 +81,7 @@ def inline_media(messages: list[dict[str, Any]], limits: Limits, name: str) -> N
     parts = [part for part in parts_of(messages) if part["type"] != "text"]
     if len(parts) > limits.max_media:
         raise ValueError(f"`{name}` has more than {limits.max_media} images, sounds or videos.")
+    n_pixels, most = 0, 4 * limits.max_pixels
     for part in parts:
         url = part["url"]
         if not isinstance(url, str):
@@ -90,7 +91,9 @@ def inline_media(messages: list[dict[str, Any]], limits: Limits, name: str) -> N
             if len(data) > limits.max_media_mb * MEBIBYTE:
                 raise ValueError(f"it is larger than {limits.max_media_mb:g} MiB")
             if part["type"] == "image":
-                check_image(data, limits)
+                n_pixels += pixels_of(data, limits)
+            if n_pixels > most:
+                raise ValueError(f"all images together have more than {most:,} pixels")
         except (OSError, ValueError) as error:
             raise ValueError(f"`{name}`: {url!r:.80} is refused: {error}") from error
         kind = url[5:].partition(";")[0] if url.startswith("data:") else ""
@@ -138,8 +141,8 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 MAX_RATIO = 200  # of an image's sides: processors that set the shorter one multiply the other
 
 
-def check_image(data: bytes, limits: Limits) -> None:
-    """Raise ``ValueError`` for an image of too many pixels, by its header, and for none."""
+def pixels_of(data: bytes, limits: Limits) -> int:
+    """The pixels of an image, by its header. Raises ``ValueError`` for too many, and for no image."""
     from PIL import Image
 
     try:
@@ -149,10 +152,11 @@ def check_image(data: bytes, limits: Limits) -> None:
         raise ValueError(f"it is no image of {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error
-    if shorter * longer > limits.max_pixels:
+    if (n_pixels := shorter * longer) > limits.max_pixels:
         raise ValueError(f"it has more than {limits.max_pixels:,} pixels")
     if longer > MAX_RATIO * shorter:
         raise ValueError(f"a side is more than {MAX_RATIO} times the other")
+    return n_pixels
 
 
 #: The format of Hermes and Qwen, for calls of models whose own format is unknown.
