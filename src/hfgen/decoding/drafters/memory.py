@@ -151,9 +151,9 @@ class SuffixMemory(Drafter):
         """The drafter of one call. Raises ``ValueError`` if its model has another vocabulary."""
         vocab = int(run.model.config.get_text_config(decoder=True).vocab_size)
         with self._lock:
-            largest = max((max(text.tokens, default=0) for text in self._texts.values()), default=0)
-            if self.vocab is None and largest < vocab:
-                self.vocab = vocab
+            if self.vocab is None:
+                tops = (max(text.tokens, default=0) for text in self._texts.values())
+                self.vocab = vocab if max(tops, default=0) < vocab else None
         if self.vocab != vocab:
             raise ValueError(
                 f"This SuffixMemory has texts of a vocabulary of {self.vocab or 'more'} tokens, and "
