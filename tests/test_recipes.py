@@ -127,7 +127,7 @@ class Pairs(Sample):
 
     def step(self, run: Run, model_outputs: Any) -> Step:
         once = super().step(run, model_outputs)
-        run.ids = self.buffer.append(once.tokens)
+        run.ids = torch.cat([run.ids, once.tokens], dim=1)
         return Step(tokens=run.ids[:, -2:])
 
     def forward(self, run: Run) -> Any:
