@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hfgen
 from hfgen.decoding import loop
 from hfgen.state.run import Step
+from tests import tiny
 
 
 class Model:
@@ -189,3 +191,21 @@ def test_a_streamer_gets_what_a_step_says_is_settled() -> None:
         step = Step(tokens=torch.tensor([[9]]), settled=lambda settled=settled: settled)
         streaming.add(None, None, step)
     assert streaming.streamer.got == [[[4, 5]], [[6]]]  # nothing is not put
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_ids_that_a_processor_keeps_stay_as_they_were(rows: int) -> None:
+    kept, before, prompt = [], [], tiny.prompt(rows)
+
+    def keep(ids: Any, scores: Any) -> Any:
+        kept.append(ids)
+        before.append(ids.clone())
+        return scores
+
+    call = {"max_new_tokens": 6, "eos_token_id": None, "logits_processor": [keep]}
+    model, asked = hfgen.mix_into(tiny.llama()), prompt.clone()
+    model.generate(prompt, **call)
+    assert all(map(torch.equal, kept, before))
+    assert all(ids.is_contiguous() for ids in kept)
+    kept[0][:] = 0
+    assert torch.equal(prompt, asked)
