@@ -45,11 +45,16 @@ def failure() -> str | None:
         return str(error)
     for name in ("linear16", "linear8"):
         operators.register_fake(f"hfgen_native::{name}", _shape)
+    operators.register_fake("hfgen_native::attention", _attention_shape)
     return None
 
 
 def _shape(x: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], others[-1]))
+
+
+def _attention_shape(queries: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
+    return queries.new_empty((*queries.shape[:-1], values.shape[-1]))
 
 
 def _library() -> Path:

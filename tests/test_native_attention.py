@@ -1,0 +1,187 @@
+"""Attention of compiled layers on a CPU: torch's numbers, of a query's own keys alone, and where it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import hfgen
+from hfgen.running.optimization import native
+from tests import tiny
+
+# torch's compiler imports what warns so.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+NAME = "hfgen_native::attention"
+DTYPES = [torch.float32, torch.bfloat16]
+#: Rows, heads, heads of keys, queries, keys, size of a key, and of a value, in vectors.
+SHAPES = [
+    (1, 9, 3, 1, 33, 4, 4),
+    (3, 4, 4, 1, 7, 1, 1),
+    (2, 14, 2, 5, 101, 8, 4),
+    (2, 8, 1, 3, 1, 3, 5),
+    (1, 6, 2, 6, 18, 1, 2),
+]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """As ``scaled_dot_product_attention``, by the operator."""
+    if (reason := native.failure()) is not None:
+        pytest.skip(reason=f"no operator here: {reason}")
+    operator = torch.ops.hfgen_native.attention
+    return operator(query.transpose(1, 2), key, value, mask, query.shape[3] ** -0.5).transpose(1, 2)
+
+
+def states(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, and keys and values in the front of a longer memory."""
+    rows, heads, shared, n_new, n_keys, size, size_out = shape
+    torch.manual_seed(0)
+    query = torch.randn(rows, n_new, heads, size * native.LANES).to(dtype).transpose(1, 2)
+    memory = [torch.randn(rows, shared, n_keys + 9, n * native.LANES) for n in (size, size_out)]
+    key, value = (states.to(dtype)[:, :, :n_keys] for states in memory)
+    return query, key, value
+
+
+def masks(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor | None]:
+    rows, heads, _, n_new, n_keys, *_ = shape
+    shown = torch.rand(rows, 1, n_new, n_keys) > 0.3
+    shown[..., -1] = True
+    causal = torch.ones(n_new, n_keys, dtype=torch.bool).tril(max(n_keys - n_new, 0))
+    return {
+        "none": None,
+        "bools": shown,
+        "of all rows": causal[None, None],
+        "numbers": torch.randn(rows, heads, n_new, n_keys).to(dtype),
+        "of all queries": torch.zeros(rows, 1, 1, n_keys).masked_fill(~shown[:, :, :1], -torch.inf),
+        "columns": shown.transpose(2, 3).contiguous().transpose(2, 3),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_as_near_to_the_exact_result_as_torchs(shape, dtype):
+    query, key, value = states(shape, dtype)
+    for kind, mask in masks(shape, dtype).items():
+        numbers = mask is not None and mask.dtype != torch.bool
+        wide = mask.double() if numbers else mask
+        mask = mask.to(dtype) if numbers else mask
+        doubles = (each.double() for each in (query, key, value))
+        exact = F.scaled_dot_product_attention(*doubles, attn_mask=wide, enable_gqa=True)
+        torchs = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        error = (attention(query, key, value, mask) - exact).abs().max()
+        allowed = 3 * (torchs - exact).abs().max() + torch.finfo(dtype).eps
+        assert error <= allowed, (kind, error, allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_depends_on_its_own_keys_alone(dtype):
+    """Bits are the same beside other rows and queries, behind padding, and before keys that are hidden."""
+    shape = (5, 6, 2, 7, 50, 4, 4)
+    query, key, value = states(shape, dtype)
+    shown = torch.ones(5, 1, 7, 50, dtype=torch.bool).tril(43)
+    shown[2, ..., :11], shown[4, ..., :30] = False, False
+    together = attention(query, key, value, shown)
+    for row, start in enumerate((0, 0, 11, 0, 30)):
+        for new in range(7):
+            stop = 44 + new
+            own = (states[row : row + 1, :, start:stop] for states in (key, value))
+            alone = attention(query[row : row + 1, :, new : new + 1], *own, None)
+            assert torch.equal(alone, together[row : row + 1, :, new : new + 1]), (row, new)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        many = [each.repeat(9, 1, 1, 1) for each in (query, key, value, shown)]
+        assert torch.equal(attention(*many), together.repeat(9, 1, 1, 1))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_keys_and_numbers_that_are_not_finite(dtype):
+    query, key, value = states((4, 4, 2, 2, 9, 1, 1), dtype)
+    shown = torch.ones(4, 1, 1, 9, dtype=torch.bool)
+    shown[1] = False
+    key[2, 0, 3, 5], value[3, 1, 8, 2] = torch.nan, torch.inf
+    out = attention(query, key, value, shown)
+    assert out[0].isfinite().all()
+    assert not out[1].any()
+    assert out[2, :2].isnan().all()
+    assert out[2, 2:].isfinite().all()
+    assert out[3].isinf().sum() == 4  # one value of two queries of two heads
+    large = attention(query * 1e4, key[:1].repeat(4, 1, 1, 1), value[:1].repeat(4, 1, 1, 1), None)
+    assert large.isfinite().all()
+
+
+# --- in a model ----------------------------------------------------------------------------------
+
+
+def llama(**overrides: Any) -> Any:
+    """Its heads are of two vectors."""
+    size = {"hidden_size": 8 * native.LANES, "head_dim": 2 * native.LANES}
+    return hfgen.mix_into(tiny.llama(**{**size, "initializer_range": 0.1, **overrides})).eval()
+
+
+def calls(model: Any, **inputs: Any) -> tuple[int, Tensor]:
+    """How often a call attends by the operator, when all is compiled, and its tokens."""
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as events:
+            tokens = model.generate(**inputs, max_new_tokens=6, eos_token_id=None)
+    return sum(event.count for event in events.key_averages() if event.key == NAME), tokens
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_compiled_layers_attend_by_it(cache):
+    if native.failure() is not None:
+        pytest.skip(reason="no operator here")
+    options = {"cache_implementation": cache, "disable_compile": True}
+    plain = llama()
+    model = hfgen.optimize(llama(), compile=True)
+    ids = tiny.prompt(3, 9)
+    mask = (torch.arange(9) >= torch.tensor([0, 5, 2])[:, None]).long()
+    padded = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    for inputs in ({"input_ids": ids}, padded, {"input_ids": ids[:1]}):
+        n, tokens = calls(model, **inputs, **options)
+        assert model.optimization.graph.failure is None
+        assert n == 5 * 2  # behind the prompt, in each layer
+        assert torch.equal(tokens, calls(plain, **inputs, **options)[1])
+    drafts = {"input_ids": ids[:1, :4].repeat(1, 4), "prompt_lookup_num_tokens": 3}
+    n, tokens = calls(model, **drafts)
+    assert n > 0
+    assert torch.equal(tokens, calls(plain, **drafts)[1])
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"head_dim": native.LANES + 2}, {"attn_implementation": "eager"}, {"dtype": torch.float64}],
+    ids=["a size of no whole vectors", "eager", "float64"],
+)
+def test_others_attend_as_before(other):
+    def made() -> Any:
+        model = llama(**({"head_dim": other["head_dim"]} if "head_dim" in other else {}))
+        if "attn_implementation" in other:
+            model.set_attn_implementation(other["attn_implementation"])
+        return model.to(other.get("dtype", torch.float32))
+
+    model = hfgen.optimize(made(), compile=True, kernels="own")
+    inputs = {"input_ids": tiny.prompt(2, 9)}
+    n, tokens = calls(model, **inputs)
+    assert model.optimization.graph.failure is None
+    assert n == 0
+    assert model.optimization.graph.n_layers == 2
+    assert torch.equal(tokens, calls(made(), **inputs)[1])
+
+
+def test_another_attention_between_calls_is_seen():
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
+    inputs = {"input_ids": tiny.prompt(2, 9)}
+    before, tokens = calls(model, **inputs)
+    model.set_attn_implementation("eager")
+    after, eager = calls(model, **inputs)
+    assert (before > 0, after) == (native.failure() is None, 0)
+    assert torch.equal(tokens, eager)
