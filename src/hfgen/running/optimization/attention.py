@@ -51,13 +51,15 @@ def with_native_attention(config: Any) -> Any:
     """A view of a config with this attention in place of torch's; the config itself if it has another."""
     if getattr(config, "_attn_implementation", None) != "sdpa" or native.failure() is not None:
         return config
-    view: Any = object.__new__(_kind(type(config)))
+    kind: Any = type(config)
+    view = object.__new__(_kind(kind))
     view.__dict__ = vars(config)
     return view
 
 
 @cache
 def _kind(kind: Any) -> Any:
+    """The class ``kind``, whose objects name this attention."""
     view: Any = type(kind.__name__, (kind,), {})
     view._attn_implementation = NAME
     return view
