@@ -3,7 +3,7 @@
 //
 // A panel has the weights of PANEL outputs: words with two or four inputs of an output, then the next inputs. Sums are
 // float32, over the inputs in their order, or integers, which are exact: a row's results depend on nothing but the
-// row. Registers hold the sums of up to six rows, and where a panel is narrow, those of several panels for one or two.
+// row. Registers hold the sums of up to eight rows, and where a panel is narrow, those of several panels for one or two.
 // Activations and results are float32 or bfloat16.
 
 #include <torch/csrc/stable/library.h>
@@ -26,7 +26,7 @@
 namespace {
 
 using torch::stable::Tensor;
-// The command line defines LANES, the numbers in a vector, and PANEL: four vectors, two where registers are few.
+// The command line defines LANES, the numbers in a vector, and PANEL: three or four vectors, two where registers are few.
 constexpr int VECTORS = PANEL / LANES;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef float Four __attribute__((vector_size(16)));
@@ -35,7 +35,8 @@ typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 // Vectors of outputs that are summed at once for a number of rows: as many as registers hold, and enough that a sum
 // does not wait for itself.
-constexpr int vectors_for(int rows) { return VECTORS == 4 || rows > 2 ? VECTORS : 8 / rows; }
+constexpr int vectors_for(int rows) { return VECTORS > 2 || rows > 2 ? VECTORS : 8 / rows; }
+constexpr int MOST_ROWS = VECTORS == 3 ? 8 : 6;
 // Bytes between what is read and what memory is asked for.
 constexpr int64_t AHEAD = 16384;
 // Panels whose rows are done before the next ones.
@@ -156,7 +157,7 @@ struct Call {
     int64_t grain = std::max<int64_t>(1, PER_THREAD / std::max<int64_t>(1, n_rows * n_in * PANEL));
     torch::stable::parallel_for(0, n_panels, grain, [&](int64_t first, int64_t last) {
       for (int64_t panel = first; panel < last; panel += GROUP)
-        for_rows<6, 4, 2, 1>(n_rows, [&](int64_t row, auto rows) {
+        for_rows<MOST_ROWS, 6, 4, 2, 1>(n_rows, [&](int64_t row, auto rows) {
           constexpr int most = vectors_for(rows);
           int64_t vector = panel * VECTORS, end = std::min(last, panel + GROUP) * VECTORS;
           for (; vector + most <= end; vector += most) run(row, rows, vector, std::integral_constant<int, most>());

@@ -22,8 +22,8 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 #: Numbers of float32 in a vector of the processor.
 LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
-#: Outputs whose weights are next to each other in memory: two vectors where 16 registers hold them, or four of 32.
-PANEL = (4 if IS_ARM or LANES == 16 else 2) * LANES
+#: Outputs whose weights are next to each other in memory. With eight rows, three vectors fill 32 registers with sums.
+PANEL = (4 if IS_ARM else 3 if LANES == 16 else 2) * LANES
 #: The first torch whose stable interface for C++ has what the source needs.
 OLDEST_TORCH = (2, 10)
 #: Seconds that a compiler may take; two are usual.
