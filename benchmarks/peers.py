@@ -308,7 +308,6 @@ UNQUOTED = (
     "CTranslate2, float32",
     "hfgen, float32",
     "hfgen.optimize, bfloat16 model",
-    "hfgen.optimize, bfloat16 model, compiled",
     "hfgen.optimize, int8",
 )
 
