@@ -190,10 +190,11 @@ class NotAPrefixFile(ValueError):
     """A file that is damaged, or that something else wrote."""
 
     def __init__(self, path: Any, reason: str) -> None:
-        super().__init__(f"{os.fspath(path)!r} cannot be loaded as stored prefixes: {reason}.")
+        super().__init__(path, reason)
 
-    def __reduce__(self) -> tuple[type[ValueError], tuple[Any, ...]]:
-        return ValueError, self.args  # in another process
+    def __str__(self) -> str:
+        path, reason = self.args
+        return f"{os.fspath(path)!r} cannot be loaded as stored prefixes: {reason}."
 
 
 def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[dict[str, Any]]:
