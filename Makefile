@@ -22,6 +22,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 		--constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# An environment that has the packages of VENV besides its own, which come first.
+PACKAGES := import sysconfig; path = sysconfig.get_path("purelib")
+define on_top
+$(PYTHON) -m venv $(1) && \
+	$(BIN)/python -c '$(PACKAGES); print(f"import site; site.addsitedir({path!r})")' > $(1)/below && \
+	mv $(1)/below "$$($(1)/bin/python -c '$(PACKAGES); print(path)')/below.pth"
+endef
+
 demo: $(VENV)/installed ## Complete code with the built-in model, beside upstream.
 	@$(BIN)/hfgen demo
 
@@ -31,12 +39,11 @@ test: $(VENV)/installed ## Run the tests (10 minutes on 2 cores).
 oldest: $(VENV)-oldest/installed ## Run all tests, or TESTS, with the oldest transformers that passes them all.
 	@$(VENV)-oldest/bin/python -m pytest --numprocesses 2 -W default $(TESTS)  # its own warnings are history
 
-$(VENV)-oldest/installed: pyproject.toml constraints.txt
+$(VENV)-oldest/installed: $(VENV)/installed
 	@echo "Making the environment in $(VENV)-oldest."
-	@$(PYTHON) -m venv $(VENV)-oldest
-	@sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > $(VENV)-oldest/constraints.txt
-	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		--constraint $(VENV)-oldest/constraints.txt --editable '.[dev]'
+	@$(call on_top,$(VENV)-oldest)
+	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		transformers==$(OLDEST) --editable .
 	@touch $@
 
 versions: $(VENV)/installed ## Run the core of the tests with each Python, transformers and torch that can be had.
@@ -48,9 +55,9 @@ clients: $(VENV)-clients/installed ## Run client libraries (PEFT, TRL, lm_eval, 
 		--ignore-glob '*/test_serving*'
 	@$(VENV)-clients/bin/python -m pytest -W default tests/clients/test_serving*
 
-$(VENV)-clients/installed: pyproject.toml constraints.txt
+$(VENV)-clients/installed: $(VENV)/installed
 	@echo "Making the environment in $(VENV)-clients."
-	@$(PYTHON) -m venv $(VENV)-clients
+	@$(call on_top,$(VENV)-clients)
 	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable '.[clients]'
 	@# It declares older versions of rich and jiter than those that it runs with here.
