@@ -117,6 +117,25 @@ def test_rows_without_keys_and_numbers_that_are_not_finite(dtype):
     assert large.isfinite().all()
 
 
+def test_shapes_that_do_not_fit_each_other_are_errors():
+    """Nothing is read behind the end of a tensor."""
+    query, key, value = states((2, 4, 2, 1, 5, 1, 1), torch.float32)
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    assert attention(query, key, value, mask).shape == query.shape
+    for wrong in (
+        (query, key, value, mask[..., :4]),
+        (query, key, value, mask.expand(2, 3, 1, 5)),
+        (query, key[:1], value[:1], None),
+        (query[:, :3], key, value, None),
+        (query, key, value[:, :, :3], None),
+        (query[..., :3], key[..., :3], value, None),
+    ):
+        with pytest.raises(RuntimeError, match="shapes that do not fit each other"):
+            attention(*wrong)
+    none = attention(query, key[:, :, :0], value[:, :, :0], None)
+    assert not none.any()
+
+
 # --- in a model ----------------------------------------------------------------------------------
 
 

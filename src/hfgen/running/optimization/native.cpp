@@ -3,7 +3,7 @@
 //
 // A panel has the weights of PANEL outputs: words with two or four inputs of an output, then the next inputs. Sums are
 // float32, over the inputs in their order, or integers, which are exact: a row's results depend on nothing but the
-// row. Registers hold the sums of up to eight rows, and where a panel is narrow, those of several panels for one or two.
+// row. Registers hold the sums of up to eight rows; where a panel is narrow, those of several panels for one or two.
 // Activations and results are float32 or bfloat16.
 
 #include <torch/csrc/stable/library.h>
@@ -26,7 +26,7 @@
 namespace {
 
 using torch::stable::Tensor;
-// The command line defines LANES, the numbers in a vector, and PANEL: three or four vectors, two where registers are few.
+// The command line defines LANES, the numbers in a vector, and PANEL: three or four vectors, two with few registers.
 constexpr int VECTORS = PANEL / LANES;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef float Four __attribute__((vector_size(16)));
@@ -477,10 +477,11 @@ void attend(const Tensor& queries, const Tensor& keys, const Tensor& values, con
         }
         int64_t j = 0;
         for (; j + 4 <= n_keys; j += 4)
-          score<n, 4>(inputs.data(), key + j * key_stride, key_stride, &scores[j], n_scores, size);
-        for (; j < n_keys; j++) score<n, 1>(inputs.data(), key + j * key_stride, key_stride, &scores[j], n_scores, size);
+          score<n, 4>(inputs.data(), key + j * key_stride, key_stride, scores.data() + j, n_scores, size);
+        for (; j < n_keys; j++)
+          score<n, 1>(inputs.data(), key + j * key_stride, key_stride, scores.data() + j, n_scores, size);
         for (int i = 0; i < n; i++) {
-          float* of_query = &scores[i * n_scores];
+          float* of_query = scores.data() + i * n_scores;
           mask.add_to(of_query, n_keys, row, shared * group + (first + i) % group, (first + i) / group);
           std::fill(of_query + n_keys, of_query + n_scores, -INFINITY);
           exponentials(of_query, n_scores);
@@ -495,10 +496,16 @@ void attend(const Tensor& queries, const Tensor& keys, const Tensor& values, con
   });
 }
 
-// queries (rows, new, heads, size) see keys (rows, shared heads, tokens, size) and values (…, size of a result), where
-// mask lets them; sizes are multiples of LANES. A query's result depends on nothing but its keys, in their order.
+// queries (rows, new, heads, size) see keys (rows, shared heads, tokens, size) and values (…, size of a result),
+// where mask lets them; sizes are multiples of LANES. A query's result depends on its keys, in their order, alone.
 Tensor attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const std::optional<Tensor>& mask,
                  double scale) {
+  int64_t shape[] = {queries.size(0), queries.size(2), queries.size(1), keys.size(2)};
+  bool fits = shape[1] % keys.size(1) == 0 && queries.size(3) % LANES == 0 && values.size(3) % LANES == 0;
+  fits = fits && queries.size(3) == keys.size(3) && values.size(2) == shape[3] && values.size(1) == keys.size(1);
+  fits = fits && keys.size(0) == shape[0] && values.size(0) == shape[0] && (!mask || mask->size(3) == shape[3]);
+  for (int i = 0; mask && i < 3; i++) fits = fits && (mask->size(i) == 1 || mask->size(i) == shape[i]);
+  STD_TORCH_CHECK(fits, "hfgen's attention got shapes that do not fit each other");
   auto rows = [](const Tensor& x) { return x.stride(3) == 1 ? x : torch::stable::contiguous(x); };
   Tensor result = Call::room(queries, values.size(3));
   Mask hidden(mask);
