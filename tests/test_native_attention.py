@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hfgen
-from hfgen.running.optimization import native
+from hfgen.running.optimization import compiled_layers, native
 from tests import tiny
 
 # torch's compiler imports what warns so.
@@ -204,3 +207,74 @@ def test_another_attention_between_calls_is_seen():
     after, eager = calls(model, **inputs)
     assert (before > 0, after) == (native.failure() is None, 0)
     assert torch.equal(tokens, eager)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Graphs are made by the compiler's front end, and run operator by operator."""
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+
+
+@pytest.mark.usefixtures("quick")
+def test_another_function_in_torchs_place_is_called(monkeypatch):
+    """A user's own, or one that wraps torch's."""
+
+    def flat(module: Any, *states: Any, scaling: float, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, *states, scaling=scaling / 20, **kwargs)
+
+    model, inputs = hfgen.optimize(llama(), compile=True, kernels="own"), {"input_ids": tiny.prompt(2, 9)}
+    before = calls(model, **inputs)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", flat)
+    n, tokens = calls(model, **inputs)
+    assert n == 0
+    assert torch.equal(tokens, calls(llama(), **inputs)[1])
+    assert not torch.equal(tokens, before[1])
+    monkeypatch.undo()
+    assert calls(model, **inputs)[0] == before[0]
+
+
+class Asking(LlamaAttention):
+    """It prepares what it gives to torch's attention, as that of DeepSeek V3.2 does its mask."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.config._attn_implementation in ("eager", "sdpa"):
+            hidden_states = -hidden_states
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+@pytest.mark.usefixtures("quick")
+def test_attention_that_asks_for_torchs_by_name_has_it():
+    def asking() -> Any:
+        model = llama()
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = Asking
+        return model
+
+    model, inputs = hfgen.optimize(asking(), compile=True, kernels="own"), {"input_ids": tiny.prompt(2, 9)}
+    n, tokens = calls(model, **inputs)
+    assert (n, model.optimization.graph.n_layers) == (0, 2)
+    assert torch.equal(tokens, calls(asking(), **inputs)[1])
+    assert not torch.equal(tokens, calls(llama(), **inputs)[1])
+
+
+@pytest.mark.usefixtures("quick")
+def test_masks_of_other_sizes_are_torchs():
+    """One size for all keys is repeated; others do not fit."""
+    plain, model = llama(), hfgen.optimize(llama(), compile=True, kernels="own")
+
+    def step(model: Any, mask: Tensor) -> Tensor:
+        options = {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True}
+        seen = model.generate(input_ids=tiny.prompt(2, 9), **options)
+        more = {"past_key_values": seen.past_key_values, "attention_mask": mask}
+        with torch.no_grad():
+            return model(input_ids=seen.sequences[:, -1:], **more).logits
+
+    for shape in ((2, 1, 1, 13), (2, 4, 1, 13), (2, 1, 1, 1)):
+        for mask in (torch.randn(shape), torch.rand(shape) > 0.4):
+            expected = step(plain, mask)
+            torch.testing.assert_close(step(model, mask), expected, rtol=1e-4, atol=1e-4)
+    assert model.optimization.graph.failure is None
+    for size in (12, 15):
+        for each in (plain, model):
+            with pytest.raises(RuntimeError, match="must match"):
+                step(each, torch.zeros(2, 1, 1, size))

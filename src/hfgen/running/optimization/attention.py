@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import native
 
-#: The name of this attention in ``config._attn_implementation``.
+#: The name of this attention in ``config._attn_implementation``, and of torch's.
 NAME = "hfgen_native"
+TORCHS = "sdpa"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -29,7 +32,8 @@ def native_attention(
 ) -> tuple[Tensor, None]:
     """transformers' interface of attention: ``query (rows, heads, new, size)`` to ``(rows, new, heads, size)``.
 
-    Queries without a mask see all keys; several of them are left to torch, which knows who sees which.
+    Queries without a mask see all keys; several of them are left to torch, which knows who sees which. So are
+    masks of other sizes than queries and keys: torch repeats them, or raises.
     """
     fits = query.device.type == "cpu" and query.dtype in DTYPES and key.dtype == query.dtype
     fits = fits and not any(size % native.LANES for size in (query.shape[3], value.shape[3]))
@@ -37,7 +41,9 @@ def native_attention(
         fits = fits and query.shape[2] == 1
     else:
         fits = fits and attention_mask.dtype in (torch.bool, query.dtype)
-        fits = fits and attention_mask.dim() == 4
+        fits = fits and attention_mask.dim() == 4 and attention_mask.shape[3] == key.shape[2]
+        sizes = zip(attention_mask.shape, query.shape[:3], strict=False)
+        fits = fits and all(size in (1, of_queries) for size, of_queries in sizes)
     others = (kwargs.get(name) for name in ("position_bias", "softcap", "s_aux", "cache"))
     if dropout or not fits or any(other is not None for other in others):
         arguments = module, query, key, value, attention_mask
@@ -47,14 +53,35 @@ def native_attention(
     return operator(query.transpose(1, 2), key, value, attention_mask, scale), None
 
 
-def with_native_attention(config: Any) -> Any:
-    """A view of a config with this attention in place of torch's; the config itself if it has another."""
-    if getattr(config, "_attn_implementation", None) != "sdpa" or native.failure() is not None:
+def with_native_attention(config: Any, module: nn.Module) -> Any:
+    """A view of a module's config with this attention in place of torch's.
+
+    The config itself if it has another, if another function is registered in torch's place, or if the module asks
+    whether it has torch's: it may prepare a mask for that alone.
+    """
+    if getattr(config, "_attn_implementation", None) != TORCHS or native.failure() is not None:
+        return config
+    if ALL_ATTENTION_FUNCTIONS.get(TORCHS) is not sdpa_attention_forward or _asks(type(module)):
         return config
     kind: Any = type(config)
     view = object.__new__(_kind(kind))
     view.__dict__ = vars(config)
     return view
+
+
+def _asks(kind: type) -> bool:
+    """Whether the name of torch's attention is in the code of a module's class."""
+    own = (cls for cls in kind.__mro__ if not issubclass(nn.Module, cls))
+    values = (getattr(value, "__func__", value) for cls in own for value in vars(cls).values())
+    functions = (inspect.unwrap(value) for value in values if callable(value))
+    return any(_has_name(getattr(function, "__code__", None)) for function in functions)
+
+
+def _has_name(value: Any) -> bool:
+    """Whether a constant is the name of torch's attention, or has it: a tuple, or the code of a function."""
+    if isinstance(value, tuple | frozenset):
+        return any(map(_has_name, value))
+    return value == TORCHS or _has_name(getattr(value, "co_consts", ()))
 
 
 @cache

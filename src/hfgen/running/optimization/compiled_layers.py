@@ -285,7 +285,7 @@ def view_without_hooks(module: nn.Module) -> nn.Module:
     for name in HOOKS:
         state[name] = {}
     if "config" in state:
-        state["config"] = with_native_attention(state["config"])
+        state["config"] = with_native_attention(state["config"], module)
     state["_modules"] = {
         name: part if part is None else view_without_hooks(part)
         for name, part in module._modules.items()
