@@ -222,7 +222,8 @@ def test_another_function_in_torchs_place_is_called(monkeypatch):
     def flat(module: Any, *states: Any, scaling: float, **kwargs: Any) -> Any:
         return sdpa_attention_forward(module, *states, scaling=scaling / 20, **kwargs)
 
-    model, inputs = hfgen.optimize(llama(), compile=True, kernels="own"), {"input_ids": tiny.prompt(2, 9)}
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
+    inputs = {"input_ids": tiny.prompt(2, 9)}
     before = calls(model, **inputs)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", flat)
     n, tokens = calls(model, **inputs)
@@ -231,6 +232,23 @@ def test_another_function_in_torchs_place_is_called(monkeypatch):
     assert not torch.equal(tokens, before[1])
     monkeypatch.undo()
     assert calls(model, **inputs)[0] == before[0]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")
+def test_flex_attention_whose_masks_are_no_tensors():
+    if native.failure() is not None:
+        pytest.skip(reason="no compiler here, which flex attention needs as well")
+    inputs = {"input_ids": tiny.prompt(2, 9)}
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
+    before = calls(model, **inputs)
+    model.set_attn_implementation("flex_attention")
+    after = calls(model, **inputs)
+    assert after[0] == 0
+    assert torch.equal(after[1], before[1])
+    model.set_attn_implementation("sdpa")
+    assert calls(model, **inputs)[0] == before[0]
+    assert model.optimization.graph.failure is None
 
 
 class Asking(LlamaAttention):
@@ -250,7 +268,8 @@ def test_attention_that_asks_for_torchs_by_name_has_it():
             layer.self_attn.__class__ = Asking
         return model
 
-    model, inputs = hfgen.optimize(asking(), compile=True, kernels="own"), {"input_ids": tiny.prompt(2, 9)}
+    model = hfgen.optimize(asking(), compile=True, kernels="own")
+    inputs = {"input_ids": tiny.prompt(2, 9)}
     n, tokens = calls(model, **inputs)
     assert (n, model.optimization.graph.n_layers) == (0, 2)
     assert torch.equal(tokens, calls(asking(), **inputs)[1])

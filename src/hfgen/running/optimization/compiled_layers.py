@@ -206,6 +206,8 @@ class CompiledLayer:
             return None
         if not place.is_initialized or hidden.shape[1] > MOST_NEW:
             return None
+        if not isinstance(kwargs.get("attention_mask"), Tensor | None):  # flex attention's
+            return None
         if isinstance(place, SlicedStaticLayer) and place._visible.is_recording:
             return None
         if place.keys.dtype is not hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
