@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -249,6 +250,42 @@ def test_flex_attention_whose_masks_are_no_tensors():
     model.set_attn_implementation("sdpa")
     assert calls(model, **inputs)[0] == before[0]
     assert model.optimization.graph.failure is None
+
+
+class Listed(LlamaConfig):
+    """A class that lists its subclasses and wants an argument of them, which a view's class does not give."""
+
+    listed: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls, *, name: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Listed.listed.append(cls)
+
+
+class Slots:
+    """A config of slots alone, of which there is no view."""
+
+    __slots__ = ("_attn_implementation",)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", [Listed, Slots])
+def test_configs_of_any_class(kind):
+    def made() -> Any:
+        model = llama()
+        for layer in model.model.layers:
+            layer.self_attn.config = kind()
+            layer.self_attn.config._attn_implementation = "sdpa"
+        return model
+
+    inputs = {"input_ids": tiny.prompt(2, 9)}
+    model = hfgen.optimize(made(), compile=True, kernels="own")
+    n, tokens = calls(model, **inputs)
+    assert model.optimization.graph.failure is None
+    assert model.optimization.graph.n_layers == 2
+    assert (n > 0) == (kind is Listed and native.failure() is None)
+    assert torch.equal(tokens, calls(llama(), **inputs)[1])
+    assert not Listed.listed
 
 
 class Asking(LlamaAttention):

@@ -64,8 +64,11 @@ def with_native_attention(config: Any, module: nn.Module) -> Any:
     if ALL_ATTENTION_FUNCTIONS.get(TORCHS) is not sdpa_attention_forward or _asks(type(module)):
         return config
     kind: Any = type(config)
-    view = object.__new__(_kind(kind))
-    view.__dict__ = vars(config)
+    try:
+        view = object.__new__(_kind(kind))
+        view.__dict__ = vars(config)
+    except TypeError:  # a class that takes no part in this: without a __dict__, say
+        return config
     return view
 
 
@@ -84,12 +87,23 @@ def _has_name(value: Any) -> bool:
     return value == TORCHS or _has_name(getattr(value, "co_consts", ()))
 
 
+class _View:
+    """What views of all classes of configs have before them: the name of this attention.
+
+    A config's class hears nothing of its views: it may list its subclasses, or want arguments.
+    """
+
+    __slots__ = ()
+    _attn_implementation = NAME
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
 @cache
-def _kind(kind: Any) -> Any:
-    """The class ``kind``, whose objects name this attention."""
-    view: Any = type(kind.__name__, (kind,), {})
-    view._attn_implementation = NAME
-    return view
+def _kind(kind: type) -> type:
+    """The class of views of configs of a class."""
+    return type(kind.__name__, (_View, kind), {})
 
 
 AttentionInterface.register(NAME, native_attention)
