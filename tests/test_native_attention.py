@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -227,8 +226,7 @@ def test_another_function_in_torchs_place_is_called(monkeypatch):
     inputs = {"input_ids": tiny.prompt(2, 9)}
     before = calls(model, **inputs)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", flat)
-    n, tokens = calls(model, **inputs)
-    assert n == 0
+    tokens = calls(model, **inputs)[1]
     assert torch.equal(tokens, calls(llama(), **inputs)[1])
     assert not torch.equal(tokens, before[1])
     monkeypatch.undo()
@@ -252,42 +250,6 @@ def test_flex_attention_whose_masks_are_no_tensors():
     assert model.optimization.graph.failure is None
 
 
-class Listed(LlamaConfig):
-    """A class that lists its subclasses and wants an argument of them, which a view's class does not give."""
-
-    listed: ClassVar[list[type]] = []
-
-    def __init_subclass__(cls, *, name: str, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Listed.listed.append(cls)
-
-
-class Slots:
-    """A config of slots alone, of which there is no view."""
-
-    __slots__ = ("_attn_implementation",)
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kind", [Listed, Slots])
-def test_configs_of_any_class(kind):
-    def made() -> Any:
-        model = llama()
-        for layer in model.model.layers:
-            layer.self_attn.config = kind()
-            layer.self_attn.config._attn_implementation = "sdpa"
-        return model
-
-    inputs = {"input_ids": tiny.prompt(2, 9)}
-    model = hfgen.optimize(made(), compile=True, kernels="own")
-    n, tokens = calls(model, **inputs)
-    assert model.optimization.graph.failure is None
-    assert model.optimization.graph.n_layers == 2
-    assert (n > 0) == (kind is Listed and native.failure() is None)
-    assert torch.equal(tokens, calls(llama(), **inputs)[1])
-    assert not Listed.listed
-
-
 class Asking(LlamaAttention):
     """It prepares what it gives to torch's attention, as that of DeepSeek V3.2 does its mask."""
 
@@ -298,7 +260,7 @@ class Asking(LlamaAttention):
 
 
 @pytest.mark.usefixtures("quick")
-def test_attention_that_asks_for_torchs_by_name_has_it():
+def test_attention_that_asks_for_torchs_by_name_is_told_of_it():
     def asking() -> Any:
         model = llama()
         for layer in model.model.layers:
@@ -308,7 +270,8 @@ def test_attention_that_asks_for_torchs_by_name_has_it():
     model = hfgen.optimize(asking(), compile=True, kernels="own")
     inputs = {"input_ids": tiny.prompt(2, 9)}
     n, tokens = calls(model, **inputs)
-    assert (n, model.optimization.graph.n_layers) == (0, 2)
+    assert (n > 0) == (native.failure() is None)
+    assert model.optimization.graph.n_layers == 2
     assert torch.equal(tokens, calls(asking(), **inputs)[1])
     assert not torch.equal(tokens, calls(llama(), **inputs)[1])
 

@@ -24,7 +24,6 @@ from ...memory.caches.dynamic import GrowingLayer
 from ...memory.caches.static_layers import SlicedStaticLayer
 from ...settings.logs import logger
 from ..views import HOOKS
-from .attention import with_native_attention
 from .layer_graphs import (
     Checked,
     Graph,
@@ -277,7 +276,7 @@ def find_layers(model: nn.Module) -> dict[str, int]:
 
 
 def view_without_hooks(module: nn.Module) -> nn.Module:
-    """A view that shares all of a module but its hooks and attention; parts are alike in all layers."""
+    """A view that shares all of a module but its hooks; parts are alike in all layers."""
     forward: Any = vars(module).get("forward")
     if hasattr(forward, "view"):  # a kernel of its own computes it
         return forward.view()
@@ -286,8 +285,6 @@ def view_without_hooks(module: nn.Module) -> nn.Module:
     state.update(vars(module))
     for name in HOOKS:
         state[name] = {}
-    if "config" in state:
-        state["config"] = with_native_attention(state["config"], module)
     state["_modules"] = {
         name: part if part is None else view_without_hooks(part)
         for name, part in module._modules.items()

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .attention import use_native_attention
+
 #: Sizes of the stand-ins, the same in every process: rows, new tokens, tokens seen, room for tokens.
 ROWS, NEW, SEEN, ROOM = 2, 3, 37, 53
 
@@ -120,6 +122,7 @@ class Graph:
     """A backend of ``torch.compile``, and one graph that it made: its code, and where its inputs come from."""
 
     def __init__(self, backend: Callable[..., Any], module: Any, inputs: list[Any]) -> None:
+        use_native_attention(module)
         nodes = module.graph.find_nodes(op="placeholder")
         self.run = backend(module, inputs)
         #: Which inputs are a call's own; the places of those that differ between layers, by name.
