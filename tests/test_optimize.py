@@ -707,3 +707,13 @@ def test_importing_hfgen_imports_none_of_it():
         "import sys, hfgen; sys.exit(any('running.optimization' in name for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_int8_weights_of_a_model_in_float16():
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(64, 32).half(), torch.randn(3, 64).half()
+    product = kernels.named("int8").prepare(layer.weight)
+    with torch.no_grad():
+        result = product(x, layer.bias)
+        assert result.dtype == torch.float16
+        assert (result - layer(x)).abs().max() < 0.1

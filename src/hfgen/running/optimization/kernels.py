@@ -213,6 +213,14 @@ def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
     return forward
 
 
+def _int8(weight: Tensor) -> Product:
+    """The native operator reads activations of two bytes as bfloat16: those of float16 are converted."""
+    product = native.of_int8(weight)
+    if weight.dtype != torch.float16:
+        return product
+    return _converting(lambda x: product(x, None), torch.float32)
+
+
 def _int4(weight: Tensor) -> Product:
     """A scale and a lowest value per ``GROUP`` weights of a row; activations of bfloat16."""
     values = weight.detach().float()
@@ -241,7 +249,7 @@ KERNELS = (
     Kernel("bf16", None, 16, native.of_bfloat16, _inexact_in_bf16, is_row_wise=True),
     Kernel("fp16", None, 16, _fp16, _inexact_in_fp16),
     Kernel("fp16, rounded", "fp16", 16, _fp16, overflow),
-    Kernel("int8", "int8", 8, native.of_int8, _not_finite, is_row_wise=True),
+    Kernel("int8", "int8", 8, _int8, _not_finite, is_row_wise=True),
     Kernel("int4", "int4", 4, _int4, _odd_for_int4),
 )
 _BY_NAME = {kernel.name: kernel for kernel in KERNELS}
