@@ -129,6 +129,7 @@ def test_shapes_that_do_not_fit_each_other_are_errors():
         (query, key, value, mask[..., :4]),
         (query, key, value, mask.expand(2, 3, 1, 5)),
         (query, key[:1], value[:1], None),
+        (query, key[:, :0], value[:, :0], None),
         (query[:, :3], key, value, None),
         (query, key, value[:, :, :3], None),
         (query[..., :3], key[..., :3], value, None),
@@ -176,6 +177,26 @@ def test_compiled_layers_attend_by_it(cache):
     assert n > 0
     assert torch.equal(tokens, calls(plain, **drafts)[1])
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_keys_of_a_group_of_heads_are_read_where_they_are(monkeypatch):
+    """transformers repeats them for each head where there is a mask."""
+    if native.failure() is not None:
+        pytest.skip(reason="no operator here")
+    operators: list[Any] = []
+
+    def noting(module: Any, inputs: Any) -> Any:
+        target = torch.ops.hfgen_native.attention.default
+        operators.extend(module.graph.find_nodes(op="call_function", target=target))
+        return module.forward
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: noting)
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
+    ids = tiny.prompt(2, 9)
+    mask = (torch.arange(9) >= torch.tensor([0, 5])[:, None]).long()
+    calls(model, input_ids=ids, attention_mask=mask)
+    (operator,) = operators
+    assert [node.op for node in operator.args[1:4]] == ["placeholder"] * 3
 
 
 @pytest.mark.parametrize(

@@ -501,7 +501,8 @@ void attend(const Tensor& queries, const Tensor& keys, const Tensor& values, con
 Tensor attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const std::optional<Tensor>& mask,
                  double scale) {
   int64_t shape[] = {queries.size(0), queries.size(2), queries.size(1), keys.size(2)};
-  bool fits = shape[1] % keys.size(1) == 0 && queries.size(3) % LANES == 0 && values.size(3) % LANES == 0;
+  bool fits = keys.size(1) && shape[1] % keys.size(1) == 0;
+  fits = fits && queries.size(3) % LANES == 0 && values.size(3) % LANES == 0;
   fits = fits && queries.size(3) == keys.size(3) && values.size(2) == shape[3] && values.size(1) == keys.size(1);
   fits = fits && keys.size(0) == shape[0] && values.size(0) == shape[0] && (!mask || mask->size(3) == shape[3]);
   for (int i = 0; mask && i < 3; i++) fits = fits && (mask->size(i) == 1 || mask->size(i) == shape[i]);
