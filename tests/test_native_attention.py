@@ -237,16 +237,24 @@ def quick(monkeypatch):
 
 
 @pytest.mark.usefixtures("quick")
-def test_another_function_in_torchs_place_is_called(monkeypatch):
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_another_function_in_torchs_place_is_called(monkeypatch, is_registered):
     """A user's own, or one that wraps torch's."""
+    torchs = F.scaled_dot_product_attention
 
-    def flat(module: Any, *states: Any, scaling: float, **kwargs: Any) -> Any:
+    def registered(module: Any, *states: Any, scaling: float, **kwargs: Any) -> Any:
         return sdpa_attention_forward(module, *states, scaling=scaling / 20, **kwargs)
+
+    def patched(*states: Any, scale: float, **kwargs: Any) -> Tensor:
+        return torchs(*states, scale=scale / 20, **kwargs)
 
     model = hfgen.optimize(llama(), compile=True, kernels="own")
     inputs = {"input_ids": tiny.prompt(2, 9)}
     before = calls(model, **inputs)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", flat)
+    if is_registered:
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", registered)
+    else:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", patched)
     tokens = calls(model, **inputs)[1]
     assert torch.equal(tokens, calls(llama(), **inputs)[1])
     assert not torch.equal(tokens, before[1])

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -240,6 +241,13 @@ def test_without_a_compiler_the_next_kernel_is_taken(monkeypatch, tmp_path, comp
     finally:
         for function in (native.failure, kernels.works):
             function.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="no stable interface in this torch")
+def test_the_operators_are_compiled_here():
+    """Where they were not, most of these tests would be skipped."""
+    assert native.failure() is None
 
 
 def test_the_compiled_kernels_are_kept_for_the_next_process(monkeypatch, tmp_path):

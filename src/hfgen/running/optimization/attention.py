@@ -10,7 +10,8 @@ from torch import Tensor
 
 from . import native
 
-TORCHS = torch.nn.functional.scaled_dot_product_attention
+#: What ``F.scaled_dot_product_attention`` is, where nobody has replaced it.
+TORCHS = torch._C._nn.scaled_dot_product_attention
 DTYPES = (torch.float32, torch.bfloat16)
 #: How transformers adds a dimension to keys, along which it repeats them for the heads of a group.
 FOR_GROUPS = (slice(None), slice(None), None, slice(None), slice(None))
@@ -18,10 +19,7 @@ FOR_GROUPS = (slice(None), slice(None), None, slice(None), slice(None))
 
 def use_native_attention(module: torch.fx.GraphModule) -> None:
     """Replace torch's attention in a graph of torch.compile's front end, where the operator computes the same."""
-    nodes = module.graph.find_nodes(op="call_function", target=TORCHS)
-    if not nodes or native.failure() is not None:
-        return
-    for node in nodes:
+    for node in module.graph.find_nodes(op="call_function", target=TORCHS):
         with module.graph.inserting_before(node):
             if (output := _native(module.graph, *node.args, **node.kwargs)) is not None:
                 node.replace_all_uses_with(output)
@@ -60,6 +58,8 @@ def _native(
         is_one = [statically_known_true(size == 1) for size in mask.shape[:3]]
         if not (is_of_keys and all(map(operator.or_, others, is_one))):
             return None
+    if native.failure() is not None:
+        return None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     arguments = graph.call_method("transpose", (query, 1, 2)), key, value, attn_mask, scale
     output = graph.call_function(torch.ops.hfgen_native.attention.default, arguments)

@@ -107,7 +107,9 @@ def _key(compiler: str, flags: list[str]) -> str:
         names = ("model name", "flags", "Features", "CPU part")
         processor = "".join(line for line in lines if line.startswith(names))
     about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    parts = [SOURCE.read_text(encoding="utf-8"), torch.__version__, about.stdout, processor, *flags]
+    files = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
+    source = [file.read_text(encoding="utf-8") for file in files]
+    parts = [*source, torch.__version__, about.stdout, processor, *flags]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
