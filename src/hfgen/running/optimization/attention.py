@@ -41,23 +41,25 @@ def _native(
     """The node of the operator for the arguments of ``scaled_dot_product_attention``; None if it does not take them."""
     key, value = _not_repeated(key), _not_repeated(value)
     states = [node.meta["example_value"] for node in (query, key, value)]
-    q, k = states[:2]
+    q, k, v = states
     fits = all(x.dim() == 4 and x.device.type == "cpu" and x.dtype == q.dtype for x in states)
     if not fits or q.dtype not in DTYPES or dropout_p != 0 or is_causal is not False:
         return None
-    if q.shape[1] % k.shape[1] or any(x.shape[3] % native.LANES for x in states):
+    if any(x.shape[3] % native.LANES for x in states):
         return None
-    if attn_mask is not None:
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes time: sympy
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes time: sympy
 
+    equal = [(k.shape[0], q.shape[0]), (v.shape[0], q.shape[0]), (v.shape[1], k.shape[1])]
+    equal += [(q.shape[1] % k.shape[1], 0)]
+    if attn_mask is not None:
         mask: Tensor = attn_mask.meta["example_value"]
         if mask.dtype not in (torch.bool, q.dtype) or mask.dim() != 4:
             return None
-        sizes = zip(mask.shape, (*q.shape[:3], k.shape[2]), strict=True)
-        *others, is_of_keys = [statically_known_true(one == other) for one, other in sizes]
-        is_one = [statically_known_true(size == 1) for size in mask.shape[:3]]
-        if not (is_of_keys and all(map(operator.or_, others, is_one))):
-            return None
+        sizes = zip(mask.shape[:3], q.shape[:3], strict=True)
+        equal += [pair for pair in sizes if not statically_known_true(pair[0] == 1)]
+        equal += [(mask.shape[3], k.shape[2])]
+    if not all(statically_known_true(one == other) for one, other in equal):
+        return None
     if native.failure() is not None:
         return None
     scale = q.shape[3] ** -0.5 if scale is None else scale
