@@ -7,6 +7,9 @@
 
 namespace {
 
+// Queries that are computed together, and keys whose scores are.
+constexpr int QUERIES = 4, KEYS = 4;
+
 // e to the power of x (LANES,), 0 below -87; NaN stays.
 inline Floats exponential(Floats x) {
   constexpr float whole = 3 << 22;  // the sum has no bits behind the point
@@ -18,7 +21,7 @@ inline Floats exponential(Floats x) {
   return (Floats)(bits & ~is_zero);
 }
 
-// What four vectors add up to, each in the same order.
+// What KEYS vectors add up to, each in the same order.
 inline Four totals(const Floats* sums) {
   Four parts[4][LANES / 4];
   std::memcpy(parts, sums, sizeof parts);
@@ -38,10 +41,10 @@ inline Four totals(const Floats* sums) {
 #endif
 }
 
-// Scores (N, n_scores) of N queries (N, size) with K keys of up to four, stride apart.
+// Scores (N, n_scores) of N queries (N, size) with K keys, of up to KEYS, stride apart.
 template <int N, int K, class T>
 inline void score(const float* queries, const T* keys, int64_t stride, float* scores, int64_t n_scores, int64_t size) {
-  Floats sums[N][4] = {};
+  Floats sums[N][KEYS] = {};
   for (int64_t i = 0; i < size; i += LANES) {
     Floats values[K];
     for (int k = 0; k < K; k++) values[k] = floats(keys + k * stride + i);
@@ -115,6 +118,7 @@ inline void exponentials(float* scores, int64_t n) {
   }
 }
 
+// Writes y (rows, new, heads, size of a value). A task is a row and a head of keys, with the queries of its group.
 template <class T>
 void attend(const Tensor& queries, const Tensor& keys, const Tensor& values, const Mask& mask, float scale, T* y) {
   int64_t n_new = queries.size(1), n_heads = queries.size(2), size = queries.size(3), n_out = values.size(3);
@@ -122,13 +126,13 @@ void attend(const Tensor& queries, const Tensor& keys, const Tensor& values, con
   int64_t n_scores = (n_keys + LANES - 1) / LANES * LANES, key_stride = keys.stride(2), value_stride = values.stride(2);
   int64_t grain = std::max<int64_t>(1, PER_THREAD / std::max<int64_t>(1, group * n_new * n_keys * (size + n_out)));
   torch::stable::parallel_for(0, keys.size(0) * n_kv, grain, [&](int64_t first_task, int64_t last_task) {
-    std::vector<float> inputs(4 * size), scores(4 * n_scores);
+    std::vector<float> inputs(QUERIES * size), scores(QUERIES * n_scores);
     for (int64_t task = first_task; task < last_task; task++) {
       int64_t row = task / n_kv, shared = task % n_kv;
       auto from = static_cast<const T*>(queries.data_ptr()) + row * queries.stride(0);
       auto key = static_cast<const T*>(keys.data_ptr()) + row * keys.stride(0) + shared * keys.stride(1);
       auto value = static_cast<const T*>(values.data_ptr()) + row * values.stride(0) + shared * values.stride(1);
-      for_rows<4, 3, 2, 1>(group * n_new, [&](int64_t first, auto n) {
+      for_rows<QUERIES, 3, 2, 1>(group * n_new, [&](int64_t first, auto n) {
         T* results[n];
         for (int i = 0; i < n; i++) {
           int64_t token = (first + i) / group, head = shared * group + (first + i) % group;
@@ -140,8 +144,8 @@ void attend(const Tensor& queries, const Tensor& keys, const Tensor& values, con
           results[i] = y + ((row * n_new + token) * n_heads + head) * n_out;
         }
         int64_t j = 0;
-        for (; j + 4 <= n_keys; j += 4)
-          score<n, 4>(inputs.data(), key + j * key_stride, key_stride, scores.data() + j, n_scores, size);
+        for (; j + KEYS <= n_keys; j += KEYS)
+          score<n, KEYS>(inputs.data(), key + j * key_stride, key_stride, scores.data() + j, n_scores, size);
         for (; j < n_keys; j++)
           score<n, 1>(inputs.data(), key + j * key_stride, key_stride, scores.data() + j, n_scores, size);
         for (int i = 0; i < n; i++) {
