@@ -352,7 +352,9 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="Of each way.")] = 1,
     folder: Annotated[Path | None, typer.Option(help="Of the models' files, which stay.")] = None,
     only_files: Annotated[bool, typer.Option("--only-files", help="Write the files.")] = False,
-    only: Annotated[str, typer.Option(help="Ways whose names contain this.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Ways whose names contain one of these, which `;` separates.")
+    ] = "",
     out: OutOption = RESULTS,
 ) -> None:
     """Measure a model by several libraries."""
@@ -369,7 +371,11 @@ def main(
         if only_files:
             return
         absent = {way: why for way in WAYS if (why := missing(way, folder)) is not None}
-        ways = [way for way in WAYS if way not in absent and only in way]
+        ways = [
+            way
+            for way in WAYS
+            if way not in absent and any(part in way for part in only.split(";"))
+        ]
         facts, bandwidth = machine(), read_bandwidth()
         vocab = subject.model.config.vocab_size
         results = measure(vocab, folder, ways, rounds, new_tokens, threads)

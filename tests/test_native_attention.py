@@ -21,7 +21,7 @@ from tests import tiny
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 NAME = "hfgen_native::attention"
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Rows, heads, heads of keys, queries, keys, size of a key, and of a value, in vectors.
 SHAPES = [
     (1, 9, 3, 1, 33, 4, 4),

@@ -151,7 +151,7 @@ def test_rounded_weights_are_near(weights, name, error, bias):
 
 
 @pytest.mark.parametrize("kernel", kernels.KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_every_shape_that_fits_is_computed(kernel, dtype):
     need(kernel.name)
     error = {None: 1e-5, "fp16": 1e-2, "int8": 5e-2, "int4": 0.2}[kernel.weights]
@@ -182,7 +182,7 @@ def test_every_shape_that_fits_is_computed(kernel, dtype):
                 assert off <= max(error, torch.finfo(dtype).eps) * expected.float().norm(), name
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
 def test_a_row_depends_on_no_other(name):
     """Nor on the number of threads, to the bit, in layers whose sizes are no multiples of anything."""
     need(name)
@@ -202,7 +202,7 @@ def test_a_row_depends_on_no_other(name):
             torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_int8_without_a_compiler_has_the_same_bits(monkeypatch, dtype):
     need("bf16")
     weight, bias = torch.randn(70, 2002), torch.randn(70).to(dtype)

@@ -1,5 +1,5 @@
-// Attention of few queries: keys and values are read once for the queries of a group of heads. Numbers are float32 or
-// bfloat16, and all sums float32.
+// Attention of few queries: keys and values are read once for the queries of a group of heads. Numbers are float32,
+// bfloat16 or float16, and all sums float32.
 
 #pragma once
 
@@ -72,7 +72,7 @@ inline void average(const float* weights, int64_t n_scores, const T* values, int
     }
   for (int n = 0; n < N; n++) {
     for (int v = 0; v < V; v++) sums[n][v] /= totals[n][0] == 0 ? 1 : totals[n][0];
-    store<V>(sums[n], nullptr, results[n] + place, V * LANES);
+    store<V>(sums[n], results[n] + place, V * LANES);
   }
 }
 
@@ -89,15 +89,14 @@ struct Mask {
 
   void add_to(float* scores, int64_t n_keys, int64_t row, int64_t head, int64_t query) const {
     if (!mask) return;
-    const void* data = mask->data_ptr();
     int64_t first = row * strides[0] + head * strides[1] + query * strides[2];
-    auto bools = static_cast<const uint8_t*>(data) + first;
-    auto halves = static_cast<const uint16_t*>(data) + first;
-    auto numbers = static_cast<const float*>(data) + first;
-    switch (mask->element_size()) {
-      case 1: for (int64_t i = 0; i < n_keys; i++) scores[i] = bools[i] ? scores[i] : -INFINITY; break;
-      case 2: for (int64_t i = 0; i < n_keys; i++) scores[i] += from_bfloat16(halves[i]); break;
-      default: for (int64_t i = 0; i < n_keys; i++) scores[i] += numbers[i];
+    if (mask->element_size() == 1) {
+      auto bools = static_cast<const uint8_t*>(mask->data_ptr()) + first;
+      for (int64_t i = 0; i < n_keys; i++) scores[i] = bools[i] ? scores[i] : -INFINITY;
+    } else {
+      Numbers(*mask).with([&](auto* numbers) {
+        for (int64_t i = 0; i < n_keys; i++) scores[i] += numbers[first + i];
+      });
     }
   }
 };
@@ -178,10 +177,7 @@ Tensor attention(const Tensor& queries, const Tensor& keys, const Tensor& values
   auto rows = [](const Tensor& x) { return x.stride(3) == 1 ? x : torch::stable::contiguous(x); };
   Tensor result = room(queries, values.size(3));
   Mask hidden(mask);
-  if (queries.element_size() == 2)
-    attend(rows(queries), rows(keys), rows(values), hidden, scale, static_cast<uint16_t*>(result.data_ptr()));
-  else
-    attend(rows(queries), rows(keys), rows(values), hidden, scale, static_cast<float*>(result.data_ptr()));
+  Numbers(result).with([&](auto* y) { attend(rows(queries), rows(keys), rows(values), hidden, scale, y); });
   return result;
 }
 

@@ -12,7 +12,7 @@ from . import native
 
 #: What ``F.scaled_dot_product_attention`` is, where nobody has replaced it.
 TORCHS = torch._C._nn.scaled_dot_product_attention
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: How transformers adds a dimension to keys, along which it repeats them for the heads of a group.
 FOR_GROUPS = (slice(None), slice(None), None, slice(None), slice(None))
 

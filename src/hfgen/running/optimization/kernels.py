@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import native
 
@@ -62,14 +61,14 @@ def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
         "int8": ("int8",),
         "int4": ("int4",),
     }.get(weights or "", ())
-    quick = ("bf16",) if native.LANES > 4 else ()
     if dtype == torch.float32:
-        names += (*quick, "fp16", "onednn")
+        names += ("bf16", "fp16", "onednn")
     elif dtype == torch.bfloat16:
-        names += (*quick, "onednn" if _has_bfloat16() else "fp16")
+        names += ("bf16", "onednn" if _has_bfloat16() else "fp16")
     elif not _mkldnn_has("fp16"):
         names += ("fp16",)
-    return [named(name) for name in names if works(name)]
+    is_narrow = native.LANES == 4  # such processors convert numbers of 16 bits slowly
+    return [named(name) for name in names if works(name) and not (is_narrow and "16" in name)]
 
 
 def _has_bfloat16() -> bool:
@@ -165,18 +164,8 @@ def _odd_for_int4(weight: Tensor) -> str | None:
 # --- how they compute ---------------------------------------------------------------------------
 
 
-def _converting(linear: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Product:
-    """``linear`` of activations in ``dtype``; a bias is added in float32, or in the activations' type."""
-
-    def run(x: Tensor, bias: Tensor | None) -> Tensor:
-        result = linear(x if x.dtype == dtype else x.to(dtype))
-        if dtype != torch.float32:
-            result = result.to(x.dtype)
-        if bias is not None:
-            result.add_(bias)
-        return result.to(x.dtype)
-
-    return run
+def _to(dtype: torch.dtype) -> Callable[[Tensor], Product]:
+    return lambda weight: native.of_numbers(weight, dtype)
 
 
 def _onednn(weight: Tensor) -> Product:
@@ -184,41 +173,6 @@ def _onednn(weight: Tensor) -> Product:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     linear = torch.ops.mkldnn._linear_pointwise.default
     return lambda x, bias: linear(x, packed, bias, "none", [], "")
-
-
-class _Fp16(nn.Module):
-    def __init__(self, packed: object) -> None:
-        super().__init__()
-        self.packed = packed
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
-
-
-def _fp16(weight: Tensor) -> Product:
-    """fbgemm: weights of fp16, activations and sums of float32 (``linear_dynamic_fp16``)."""
-    packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float(), None)
-    return _converting(_scripted(_Fp16(packed)), torch.float32)
-
-
-def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Its forward in TorchScript: from Python, an operator takes 8 µs to be given a packed weight."""
-    try:
-        # torch advises to compile, which is not for these operators
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            forward: Callable[[Tensor], Tensor] = torch.jit.script(product).forward
-    except (RuntimeError, OSError):  # of torch without TorchScript, and of code without its source
-        return product.forward
-    return forward
-
-
-def _int8(weight: Tensor) -> Product:
-    """The native operator reads activations of two bytes as bfloat16: those of float16 are converted."""
-    product = native.of_int8(weight)
-    if weight.dtype != torch.float16:
-        return product
-    return _converting(lambda x: product(x, None), torch.float32)
 
 
 def _int4(weight: Tensor) -> Product:
@@ -232,24 +186,21 @@ def _int4(weight: Tensor) -> Product:
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.flatten(1).int(), 1)
     scaling = torch.stack([scales, middles], dim=-1).transpose(0, 1).contiguous().bfloat16()
     linear = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-    return _by_rows(lambda x: linear(x, packed, GROUP, scaling))
 
+    def run(x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.to(torch.bfloat16).flatten(0, -2).contiguous()
+        result = linear(rows, packed, GROUP, scaling).unflatten(0, x.shape[:-1]).to(x.dtype)
+        return result if bias is None else result.add_(bias).to(x.dtype)
 
-def _by_rows(linear: Callable[[Tensor], Tensor]) -> Product:
-    """A product of ``(rows, in)`` in bfloat16, for activations of more dimensions."""
-
-    def run(x: Tensor) -> Tensor:
-        return linear(x.flatten(0, -2).contiguous()).unflatten(0, x.shape[:-1])
-
-    return _converting(run, torch.bfloat16)
+    return run
 
 
 KERNELS = (
     Kernel("onednn", None, None, _onednn, _not_for_onednn),
-    Kernel("bf16", None, 16, native.of_bfloat16, _inexact_in_bf16, is_row_wise=True),
-    Kernel("fp16", None, 16, _fp16, _inexact_in_fp16),
-    Kernel("fp16, rounded", "fp16", 16, _fp16, overflow),
-    Kernel("int8", "int8", 8, _int8, _not_finite, is_row_wise=True),
+    Kernel("bf16", None, 16, _to(torch.bfloat16), _inexact_in_bf16, is_row_wise=True),
+    Kernel("fp16", None, 16, _to(torch.float16), _inexact_in_fp16, is_row_wise=True),
+    Kernel("fp16, rounded", "fp16", 16, _to(torch.float16), overflow, is_row_wise=True),
+    Kernel("int8", "int8", 8, native.of_int8, _not_finite, is_row_wise=True),
     Kernel("int4", "int4", 4, _int4, _odd_for_int4),
 )
 _BY_NAME = {kernel.name: kernel for kernel in KERNELS}

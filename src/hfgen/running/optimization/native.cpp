@@ -3,7 +3,7 @@
 // Each weight is read once, in the order of memory. A panel has the weights of PANEL outputs: words with two or four
 // inputs of an output, then the next inputs. Sums are float32, over the inputs in their order, or integers, which are
 // exact: a row's results depend on nothing but the row. Registers hold the sums of up to eight rows; where a panel is
-// narrow, those of several panels for one or two. Activations and results are float32 or bfloat16.
+// narrow, those of several panels for one or two. Activations and results are float32, bfloat16 or float16.
 
 #include "attention.h"
 
@@ -23,44 +23,41 @@ inline int64_t place(int64_t vector, int64_t n_words) {
   return vector / VECTORS * n_words * PANEL + vector % VECTORS * LANES;
 }
 
-// Asks memory for the words of N vectors of outputs that are read later.
-template <int N>
+// Asks memory for the words of N vectors of outputs that are read later, BYTES each.
+template <int N, int BYTES>
 inline void prefetch(const void* weights, int64_t n_words) {
-  for (int v = 0; v < N; v += std::max<int>(1, 16 / LANES))
-    __builtin_prefetch(static_cast<const char*>(weights) + 4 * place(v, n_words) + AHEAD / N);
+  for (int v = 0; v < N; v += std::max<int>(1, 64 / LANES / BYTES))
+    __builtin_prefetch(static_cast<const char*>(weights) + BYTES * place(v, n_words) + AHEAD / N);
 }
 
 // Contiguous activations (n_rows, n_in), and room for the results (n_rows, n_out) of the same type.
 struct Call {
   Tensor rows, result;
+  Numbers inputs, outputs;
   int64_t n_in, n_out, n_rows;
-  bool is_half;
   std::vector<float> bias;  // as wide as the panels, or empty
 
   Call(const Tensor& x, const std::optional<Tensor>& added, int64_t n_out)
-      : rows(dense(x)), result(room(rows, n_out)), n_in(x.size(-1)), n_out(n_out),
-        n_rows(n_in ? rows.numel() / n_in : 0), is_half(x.element_size() == 2) {
+      : rows(dense(x)), result(room(rows, n_out)), inputs(rows), outputs(result), n_in(x.size(-1)), n_out(n_out),
+        n_rows(n_in ? rows.numel() / n_in : 0) {
     if (!added) return;
     Tensor values = dense(*added);
     bias.resize((n_out + PANEL - 1) / PANEL * PANEL);
-    const void* data = values.data_ptr();
-    for (int64_t i = 0; i < n_out; i++)
-      bias[i] = values.element_size() == 2 ? from_bfloat16(static_cast<const uint16_t*>(data)[i])
-                                           : static_cast<const float*>(data)[i];
+    Numbers(values).with([&](auto* numbers) { std::copy(numbers, numbers + n_out, bias.begin()); });
   }
 
-  const float* bias_of(int64_t output) const { return bias.empty() ? nullptr : &bias[output]; }
-
-  template <class T> const T* from() const { return static_cast<const T*>(rows.data_ptr()); }
-  template <class T> T* to() const { return static_cast<T*>(result.data_ptr()); }
-
-  // The activations as float32; those of bfloat16 are written to room.
+  // The activations as float32; those of other types are written to room.
   const float* floats(std::vector<float>& room) const {
-    if (!is_half) return from<float>();
-    room.resize(n_rows * n_in);
-    const uint16_t* halves = from<uint16_t>();
-    for (int64_t i = 0; i < n_rows * n_in; i++) room[i] = from_bfloat16(halves[i]);
+    if (inputs.type == Numbers::FLOAT) return static_cast<const float*>(inputs.data);
+    inputs.with([&](auto* numbers) { room.assign(numbers, numbers + n_rows * n_in); });
     return room.data();
+  }
+
+  // Adds the bias to N vectors of outputs of a row, and writes them as results.
+  template <int N> void write(Floats* sums, int64_t row, int64_t output) const {
+    for (int v = 0; !bias.empty() && v < N; v++) sums[v] += load<Floats>(&bias[output + LANES * v]);
+    int64_t width = std::min<int64_t>(N * LANES, n_out - output);
+    outputs.with([&](auto* y) { store<N>(sums, y + row * n_out + output, width); });
   }
 
   // Calls run(first row, number of rows, first vector of outputs, number of vectors) for all results, which threads
@@ -80,17 +77,23 @@ struct Call {
   }
 };
 
-// ---------------------------------------------------------------- weights of bfloat16
+// ---------------------------------------------------------------- weights of float32, bfloat16 and float16
 
-// Adds to sums the products of two inputs of rows of x (rows, n_in) with their weights, which are n_words words per
-// output in panels. One input after the other: both at once are more than 16 registers hold.
-template <int ROWS, int N>
-inline void add(Floats (&sums)[ROWS][N], const uint16_t* weights, int64_t n_words, const float* x, int64_t n_in) {
-  for (int second = 0; second < 2; second++) {
+// Inputs of an output that are next to each other: words of bfloat16 are converted in one instruction.
+template <class Weight> constexpr int INPUTS = std::is_same_v<Weight, BFloat16> ? 2 : 1;
+
+// Adds to sums the products of INPUTS inputs of rows of x (rows, n_in) with their weights.
+template <int ROWS, int N, class Weight>
+inline void add(Floats (&sums)[ROWS][N], const Weight* weights, const float* x, int64_t n_in) {
+  for (int second = 0; second < INPUTS<Weight>; second++) {  // both at once are more than 16 registers hold
     Floats values[N];
     for (int v = 0; v < N; v++) {
-      Words pairs = load<Words>(weights + 2 * place(v, n_words));
-      values[v] = (Floats)(second ? pairs & (int32_t)0xffff0000 : pairs << 16);
+      if constexpr (INPUTS<Weight> == 2) {
+        Words pairs = load<Words>(weights + 2 * place(v, n_in / 2));
+        values[v] = (Floats)(second ? pairs & (int32_t)0xffff0000 : pairs << 16);
+      } else {
+        values[v] = floats(weights + place(v, n_in));
+      }
     }
     for (int row = 0; row < ROWS; row++) {
       Floats input = x[row * n_in + second] - Floats{};
@@ -100,55 +103,46 @@ inline void add(Floats (&sums)[ROWS][N], const uint16_t* weights, int64_t n_word
 }
 
 #if LANES == 16 && defined(__AVX512BF16__)
-constexpr bool HAS_HALF_PRODUCTS = true;
+constexpr bool HAS_BFLOAT16_PRODUCTS = true;
 template <int ROWS, int N>
-inline void add(Floats (&sums)[ROWS][N], const uint16_t* weights, int64_t n_words, const uint16_t* x, int64_t n_in) {
+inline void add(Floats (&sums)[ROWS][N], const BFloat16* weights, const BFloat16* x, int64_t n_in) {
   __m512bh pairs[N];
-  for (int v = 0; v < N; v++) pairs[v] = (__m512bh)load<Words>(weights + 2 * place(v, n_words));
+  for (int v = 0; v < N; v++) pairs[v] = (__m512bh)load<Words>(weights + 2 * place(v, n_in / 2));
   for (int row = 0; row < ROWS; row++) {
     __m512bh inputs = (__m512bh)(load<int32_t>(x + row * n_in) - Words{});
     for (int v = 0; v < N; v++) sums[row][v] = (Floats)_mm512_dpbf16_ps((__m512)sums[row][v], pairs[v], inputs);
   }
 }
 #else
-constexpr bool HAS_HALF_PRODUCTS = false;
-template <int ROWS, int N>
-inline void add(Floats (&)[ROWS][N], const uint16_t*, int64_t, const uint16_t*, int64_t) {}
+constexpr bool HAS_BFLOAT16_PRODUCTS = false;
 #endif
 
-// ROWS rows of x (rows, n_in) by N vectors of outputs of weights (panels, n_in / 2, PANEL, 2); y has rows of n_out.
-template <int ROWS, int N, class Input, class Output>
-inline void block(const Input* x, const uint16_t* weights, const float* bias, Output* y, int64_t n_in, int64_t n_out,
-                  int64_t width) {
-  Floats sums[ROWS][N] = {};
-  for (int64_t i = 0; i < n_in; i += 2, weights += 2 * PANEL) {
-    prefetch<N>(weights, n_in / 2);
-    add(sums, weights, n_in / 2, x + i, n_in);
-  }
-  for (int row = 0; row < ROWS; row++) store<N>(sums[row], bias, y + row * n_out, width);
-}
-
-template <class Input, class Output>
-void multiply(const Call& call, const Input* x, const uint16_t* weights, Output* y) {
-  int64_t n_in = call.n_in, n_out = call.n_out;
-  call.for_blocks([&](int64_t row, auto rows, int64_t vector, auto n) {
-    int64_t output = vector * LANES;
-    block<rows, n>(x + row * n_in, weights + 2 * place(vector, n_in / 2), call.bias_of(output),
-                   y + row * n_out + output, n_in, n_out, std::min<int64_t>(n * LANES, n_out - output));
+// The rows x (n_rows, n_in) of a call by weights (panels, n_in / INPUTS, PANEL, INPUTS).
+template <class Weight, class Input>
+void multiply(const Call& call, const Weight* weights, const Input* x) {
+  constexpr int WORD = INPUTS<Weight>;
+  int64_t n_in = call.n_in, n_words = n_in / WORD;
+  call.for_blocks([&](int64_t first, auto n_rows, int64_t vector, auto n) {
+    Floats sums[n_rows][n] = {};
+    const Weight* from = weights + WORD * place(vector, n_words);
+    for (int64_t i = 0; i < n_in; i += WORD, from += WORD * PANEL) {
+      prefetch<n, WORD * sizeof(Weight)>(from, n_words);
+      add(sums, from, x + first * n_in + i, n_in);
+    }
+    for (int row = 0; row < n_rows; row++) call.write<n>(sums[row], first + row, vector * LANES);
   });
 }
 
-// x (..., n_in) by weights (panels, n_in / 2, PANEL, 2) of bfloat16.
-Tensor linear16(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, int64_t n_out) {
+// x (..., n_in) by weights (panels, n_in / INPUTS, PANEL, INPUTS).
+Tensor linear(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, int64_t n_out) {
   Call call(x, bias, n_out);
-  auto packed = static_cast<const uint16_t*>(weights.data_ptr());
   std::vector<float> room;
-  if (!call.is_half)
-    multiply(call, call.from<float>(), packed, call.to<float>());
-  else if (HAS_HALF_PRODUCTS)
-    multiply(call, call.from<uint16_t>(), packed, call.to<uint16_t>());
-  else
-    multiply(call, call.floats(room), packed, call.to<uint16_t>());
+  Numbers(weights).with([&](auto* packed) {
+    if constexpr (HAS_BFLOAT16_PRODUCTS && std::is_same_v<decltype(packed), BFloat16*>)
+      if (auto& [data, type] = call.inputs; type == Numbers::BFLOAT16)
+        return multiply(call, packed, static_cast<const BFloat16*>(data));
+    multiply(call, packed, call.floats(room));
+  });
   return call.result;
 }
 
@@ -191,29 +185,6 @@ inline float quantize(const float* x, int64_t n, uint8_t* bytes) {
   return largest / 127;
 }
 
-// ROWS rows of x (rows, n_words, 4) by N vectors of outputs of weights (panels, n_words, PANEL, 4).
-template <int ROWS, int N, class Output>
-inline void block(const uint8_t* x, const int8_t* weights, const int32_t* offsets, const float* scales,
-                  const float* bias, const float* steps, Output* y, int64_t n_words, int64_t n_out, int64_t width) {
-  Words sums[ROWS][N] = {};
-  for (int row = 0; ZERO && row < ROWS; row++) std::memcpy(sums[row], offsets, sizeof sums[row]);
-  for (int64_t i = 0; i < n_words; i++, weights += 4 * PANEL) {
-    prefetch<N>(weights, n_words);
-    Words words[N];
-    for (int v = 0; v < N; v++) words[v] = load<Words>(weights + 4 * place(v, n_words));
-    for (int row = 0; row < ROWS; row++) {
-      Words bytes = load<int32_t>(x + 4 * (row * n_words + i)) - Words{};
-      for (int v = 0; v < N; v++) sums[row][v] = dot(sums[row][v], bytes, words[v]);
-    }
-  }
-  for (int row = 0; row < ROWS; row++) {
-    Floats results[N];
-    for (int v = 0; v < N; v++)
-      results[v] = __builtin_convertvector(sums[row][v], Floats) * load<Floats>(scales + LANES * v) * steps[row];
-    store<N>(results, bias, y + row * n_out, width);
-  }
-}
-
 // x (..., n_in), each row rounded to int8 by its largest value, by weights (panels, n_words, PANEL, 4). scales and
 // offsets (outputs,): what a step of the weight is worth, and -128 times the sum of the weights.
 Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, const Tensor& scales,
@@ -225,34 +196,46 @@ Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor&
   auto offset = static_cast<const int32_t*>(offsets.data_ptr());
   std::vector<float> room, steps(call.n_rows);
   std::vector<uint8_t> bytes(call.n_rows * n_words * 4);
-  const float* from = call.floats(room);
+  const float* inputs = call.floats(room);
   for (int64_t row = 0; row < call.n_rows; row++)
-    steps[row] = quantize(from + row * call.n_in, call.n_in, &bytes[row * n_words * 4]);
-  auto multiply = [&](auto* y) {
-    call.for_blocks([&](int64_t row, auto rows, int64_t vector, auto n) {
-      int64_t output = vector * LANES;
-      block<rows, n>(&bytes[row * n_words * 4], packed + 4 * place(vector, n_words), offset + output, scale + output,
-                     call.bias_of(output), &steps[row], y + row * n_out + output, n_words, n_out,
-                     std::min<int64_t>(n * LANES, n_out - output));
-    });
-  };
-  if (call.is_half)
-    multiply(call.to<uint16_t>());
-  else
-    multiply(call.to<float>());
+    steps[row] = quantize(inputs + row * call.n_in, call.n_in, &bytes[row * n_words * 4]);
+  call.for_blocks([&](int64_t first, auto n_rows, int64_t vector, auto n) {
+    int64_t output = vector * LANES;
+    const int8_t* from = packed + 4 * place(vector, n_words);
+    const uint8_t* x = &bytes[first * n_words * 4];
+    Words sums[n_rows][n] = {};
+    for (int row = 0; ZERO && row < n_rows; row++) std::memcpy(sums[row], offset + output, sizeof sums[row]);
+    for (int64_t i = 0; i < n_words; i++, from += 4 * PANEL) {
+      prefetch<n, 4>(from, n_words);
+      Words words[n];
+      for (int v = 0; v < n; v++) words[v] = load<Words>(from + 4 * place(v, n_words));
+      for (int row = 0; row < n_rows; row++) {
+        Words inputs = load<int32_t>(x + 4 * (row * n_words + i)) - Words{};
+        for (int v = 0; v < n; v++) sums[row][v] = dot(sums[row][v], inputs, words[v]);
+      }
+    }
+    for (int row = 0; row < n_rows; row++) {
+      Floats results[n];
+      for (int v = 0; v < n; v++) {
+        Floats scaled = __builtin_convertvector(sums[row][v], Floats) * load<Floats>(scale + output + LANES * v);
+        results[v] = scaled * steps[first + row];
+      }
+      call.write<n>(results, first + row, output);
+    }
+  });
   return call.result;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(hfgen_native, library) {
-  library.def("linear16(Tensor x, Tensor? bias, Tensor weights, int n_out) -> Tensor");
+  library.def("linear(Tensor x, Tensor? bias, Tensor weights, int n_out) -> Tensor");
   library.def("linear8(Tensor x, Tensor? bias, Tensor weights, Tensor scales, Tensor offsets, int n_out) -> Tensor");
   library.def("attention(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hfgen_native, CPU, library) {
-  library.impl("linear16", TORCH_BOX(&linear16));
+  library.impl("linear", TORCH_BOX(&linear));
   library.impl("linear8", TORCH_BOX(&linear8));
   library.impl("attention", TORCH_BOX(&attention));
 }

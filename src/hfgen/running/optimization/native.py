@@ -43,7 +43,7 @@ def failure() -> str | None:
         torch.ops.load_library(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return str(error)
-    for name in ("linear16", "linear8"):
+    for name in ("linear", "linear8"):
         operators.register_fake(f"hfgen_native::{name}", _shape)
     operators.register_fake("hfgen_native::attention", _attention_shape)
     return None
@@ -129,15 +129,15 @@ class Native:
         return self.linear(x, bias, *self.tensors, self.n_out)
 
 
-def of_bfloat16(weight: Tensor) -> Native:
-    """A weight ``(out, in)`` of even width whose values are those of bfloat16.
+def of_numbers(weight: Tensor, dtype: torch.dtype) -> Native:
+    """A weight ``(out, in)`` as numbers of ``dtype``: float32, float16, or bfloat16, which is for an even width.
 
     Raises ``RuntimeError`` without the operator.
     """
     if (reason := failure()) is not None:
         raise RuntimeError(reason)
-    packed = _words(_panels(weight.detach().bfloat16()), 2)
-    return Native(torch.ops.hfgen_native.linear16.default, (packed,), len(weight))
+    packed = _words(_panels(weight.detach().to(dtype)), 2 if dtype == torch.bfloat16 else 1)
+    return Native(torch.ops.hfgen_native.linear.default, (packed,), len(weight))
 
 
 def of_int8(weight: Tensor) -> Native:

@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #if LANES > 4
 #include <immintrin.h>
@@ -22,6 +24,8 @@
 
 namespace {
 
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
 using torch::stable::Tensor;
 // The command line defines LANES, the numbers in a vector, and PANEL: three or four vectors, two with few registers.
 constexpr int VECTORS = PANEL / LANES;
@@ -40,34 +44,68 @@ inline T load(const void* from) {
   return value;
 }
 
-inline float from_bfloat16(uint16_t value) {
-  uint32_t bits = static_cast<uint32_t>(value) << 16;
-  return load<float>(&bits);
-}
-
 inline Floats floats(const float* from) { return load<Floats>(from); }
-inline Floats floats(const uint16_t* from) {
+inline Floats floats(const BFloat16* from) {
+#if LANES == 8
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from)), 16);
+#else
   return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
+#endif
+}
+inline Floats floats(const Half* from) {
+#if LANES == 16
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif LANES == 8 && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+  Floats values;
+  for (int i = 0; i < LANES; i++) values[i] = from[i];
+  return values;
+#endif
 }
 
-// Writes the first width results of N vectors; bias (N * LANES,) or null.
+// Writes the first width results of N vectors.
 template <int N>
-inline void store(Floats* sums, const float* bias, float* y, int64_t width) {
-  for (int v = 0; bias && v < N; v++) sums[v] += load<Floats>(bias + LANES * v);
-  std::memcpy(y, sums, width * sizeof(float));
+inline void store(const Floats* results, float* y, int64_t width) {
+  std::memcpy(y, results, width * sizeof(float));
 }
 
 template <int N>
-inline void store(Floats* sums, const float* bias, uint16_t* y, int64_t width) {
-  for (int v = 0; bias && v < N; v++) sums[v] += load<Floats>(bias + LANES * v);
+inline void store(const Floats* results, BFloat16* y, int64_t width) {
   Halves rounded[N];
   for (int v = 0; v < N; v++) {
-    Bits bits = (Bits)sums[v], nan = (Bits)(sums[v] != sums[v]);
+    Bits bits = (Bits)results[v], nan = (Bits)(results[v] != results[v]);
     bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     rounded[v] = __builtin_convertvector((nan & 0x7fc0) | (~nan & bits), Halves);
   }
-  std::memcpy(y, rounded, width * sizeof(uint16_t));
+  std::memcpy(y, rounded, width * sizeof(BFloat16));
 }
+
+template <int N>
+inline void store(const Floats* results, Half* y, int64_t width) {
+  for (int64_t i = 0; i < width; i++) y[i] = results[i / LANES][i % LANES];
+}
+
+// The numbers of a dense tensor of float32, bfloat16 or float16.
+struct Numbers {
+  void* data;
+  int32_t type;
+
+  explicit Numbers(const Tensor& x) : data(x.data_ptr()) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &type));
+    bool fits = type == FLOAT || type == BFLOAT16 || type == HALF;
+    STD_TORCH_CHECK(fits, "hfgen's operators take numbers of float32, bfloat16 and float16");
+  }
+
+  // Returns run(data), as a pointer of the numbers' type.
+  template <class Run> auto with(Run run) const {
+    if (type == FLOAT) return run(static_cast<float*>(data));
+    return type == BFLOAT16 ? run(static_cast<BFloat16*>(data)) : run(static_cast<Half*>(data));
+  }
+
+  inline static const int32_t FLOAT = aoti_torch_dtype_float32(), BFLOAT16 = aoti_torch_dtype_bfloat16(),
+                              HALF = aoti_torch_dtype_float16();
+};
 
 // Calls run(first row, number of rows): as many at once as one of NUMBERS, the largest first, which ends with 1.
 template <int... NUMBERS, class Run>
