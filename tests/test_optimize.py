@@ -182,7 +182,7 @@ def test_every_shape_that_fits_is_computed(kernel, dtype):
                 assert off <= max(error, torch.finfo(dtype).eps) * expected.float().norm(), name
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "int8"])
 def test_a_row_depends_on_no_other(name):
     """Nor on the number of threads, to the bit, in layers whose sizes are no multiples of anything."""
     need(name)
@@ -527,23 +527,21 @@ def test_threads():
 
 
 @pytest.mark.parametrize(
-    ("weights", "dtype", "native", "chosen"),
+    ("weights", "dtype", "lanes", "chosen"),
     [
-        (None, torch.float32, False, ["bf16", "fp16", "onednn"]),
-        (None, torch.bfloat16, True, ["bf16", "onednn"]),
-        (None, torch.bfloat16, False, ["bf16", "fp16"]),
-        (None, torch.float16, True, []),
-        (None, torch.float16, False, ["fp16"]),
-        ("fp16", torch.float32, False, ["fp16", "fp16, rounded", "bf16", "fp16", "onednn"]),
-        ("int8", torch.bfloat16, True, ["int8", "bf16", "onednn"]),
-        ("int4", torch.float32, True, ["int4", "bf16", "fp16", "onednn"]),
+        (None, torch.float32, 8, ["bf16", "fp16", "fp32", "onednn"]),
+        (None, torch.float32, 4, ["onednn"]),
+        (None, torch.bfloat16, 16, ["bf16", "fp16", "fp32", "onednn"]),
+        (None, torch.float16, 8, ["fp16"]),
+        ("fp16", torch.float16, 8, ["fp16", "fp16, rounded", "fp16"]),
+        ("int8", torch.bfloat16, 4, ["int8", "onednn"]),
+        ("int4", torch.float32, 4, ["int4", "onednn"]),
     ],
 )
-def test_type_and_processor_decide(monkeypatch, weights, dtype, native, chosen):
+def test_type_and_processor_decide(monkeypatch, weights, dtype, lanes, chosen):
     monkeypatch.setattr(kernels, "works", lambda name: True)
-    monkeypatch.setattr(kernels.native, "LANES", 8)
-    monkeypatch.setattr(kernels, "_has_bfloat16", lambda: native)
-    monkeypatch.setattr(kernels, "_mkldnn_has", lambda name: native)
+    monkeypatch.setattr(kernels.native, "LANES", lanes)
+    monkeypatch.setattr(kernels, "_mkldnn_has", lambda name: False)
     assert [kernel.name for kernel in kernels.preferred(weights, dtype)] == chosen
 
 

@@ -61,20 +61,13 @@ def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
         "int8": ("int8",),
         "int4": ("int4",),
     }.get(weights or "", ())
-    if dtype == torch.float32:
-        names += ("bf16", "fp16", "onednn")
-    elif dtype == torch.bfloat16:
-        names += ("bf16", "onednn" if _has_bfloat16() else "fp16")
+    if dtype != torch.float16:
+        names += ("bf16", "fp16", "fp32", "onednn")
     elif not _mkldnn_has("fp16"):
         names += ("fp16",)
-    is_narrow = native.LANES == 4  # such processors convert numbers of 16 bits slowly
-    return [named(name) for name in names if works(name) and not (is_narrow and "16" in name)]
-
-
-def _has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16. oneDNN converts it to float32 otherwise."""
-    has = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return has is not None and has() and _mkldnn_has("bf16")
+    if native.LANES == 4:  # torch's products are faster with vectors that short
+        names = tuple(name for name in names if not name.startswith(("bf", "fp")))
+    return [named(name) for name in names if works(name)]
 
 
 def _mkldnn_has(name: str) -> bool:
@@ -141,10 +134,14 @@ def _inexact_in_bf16(weight: Tensor) -> str | None:
     return None
 
 
+def _not_float32(weight: Tensor) -> str | None:
+    is_float32 = weight.dtype == torch.float32
+    return None if is_float32 else f"it is in {str(weight.dtype).removeprefix('torch.')}"
+
+
 def _not_for_onednn(weight: Tensor) -> str | None:
-    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _mkldnn_has("bf16")):
-        return None
-    return f"it is in {str(weight.dtype).removeprefix('torch.')}"
+    is_fast = weight.dtype == torch.bfloat16 and _mkldnn_has("bf16")
+    return None if is_fast else _not_float32(weight)
 
 
 def _not_finite(weight: Tensor) -> str | None:
@@ -197,6 +194,7 @@ def _int4(weight: Tensor) -> Product:
 
 KERNELS = (
     Kernel("onednn", None, None, _onednn, _not_for_onednn),
+    Kernel("fp32", None, None, _to(torch.float32), _not_float32, is_row_wise=True),
     Kernel("bf16", None, 16, _to(torch.bfloat16), _inexact_in_bf16, is_row_wise=True),
     Kernel("fp16", None, 16, _to(torch.float16), _inexact_in_fp16, is_row_wise=True),
     Kernel("fp16, rounded", "fp16", 16, _to(torch.float16), overflow, is_row_wise=True),
