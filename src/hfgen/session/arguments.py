@@ -99,7 +99,6 @@ def edits_of(edits: Any, index: int, n_rows: int) -> Any:
 def check(call: Call) -> None:
     """Raise ``ValueError`` for a call that is not plain decoding of one prompt with a cache that grows."""
     config: Any = call.config
-    assert call.prompt is not None
     if call.strategy is not Sample:
         raise ValueError(f"A session decodes greedily or by sampling, but not by {call.who}.")
     if len(call.prompt.ids) != 1 or call.prompt.batch_size != 1:

@@ -104,7 +104,7 @@ class Row:
             check(call)
             if call.config.do_sample and call.row_keys is None:  # a seed that ``call`` can name
                 arguments = arguments | {"seed": int(torch.randint(2**62, ()))}
-                device = call.prompt.ids.device  # type: ignore[union-attr]
+                device = call.prompt.ids.device
                 call.row_keys = seeds.keys_of([arguments["seed"]], 1, device)
             return cls(model, arguments, call, tokens)
         except BaseException:
@@ -140,7 +140,6 @@ class Row:
     def set_tokens(self, tokens: Sequence[int]) -> None:
         """Replace the generated tokens; the row has not ended then, but for its length."""
         call = self.call
-        assert call.prompt is not None
         prepare_functions(self.model, call, call.prompt)  # criteria remember where rows ended
         self.run = run = call.run(self.model)
         run.model_kwargs = {n: v for n, v in run.model_kwargs.items() if not isinstance(v, Cache)}
@@ -201,7 +200,6 @@ class Row:
         """
         is_fork = not arguments
         call, keys = self.call, self.call.row_keys
-        assert call.prompt is not None
         if not is_fork:
             kwargs = call.prompt.model_kwargs
             encoded = {name: kwargs[name] for name in ENCODED if kwargs.get(name)}

@@ -58,7 +58,6 @@ class States:
     def of_prompt(cls, row: Row) -> None:
         """Forward the prompt of ``row``, which gets new states and outputs."""
         model, call = row.model, row.call
-        assert call.prompt is not None
         kwargs = {
             name: copy.deepcopy(value) if isinstance(value, Cache) else value
             for name, value in call.prompt.model_kwargs.items()

@@ -52,14 +52,9 @@ class Field:
         if value is None:
             return
         if not self.kind.accepts(value):
-            raise FieldError(f"`{name}` has to be {self.kind.words}, but is {_short(value)}.")
+            raise FieldError(f"`{name}` has to be {self.kind.words}, but is {value!r:.80}.")
         if is_used and self.range is not None and not self.range.accepts(value):
-            raise ValueError(f"`{name}` has to be {self.range.words}, but is {_short(value)}.")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+            raise ValueError(f"`{name}` has to be {self.range.words}, but is {value!r:.80}.")
 
 
 #: A field of hfgen's own.

@@ -112,8 +112,8 @@ class Call:
     rows: RowParams | None = None  # the parameters of each prompt, if they differ
     #: ``(rows,)``: keys of the noise of each row, if a row has a seed; written by ``rows.set_keys``.
     row_keys: torch.Tensor | None = None
-    #: The written prompt; the fields below are written by the stages in this order.
-    prompt: Prompt | None = None
+    #: ``None`` until ``inputs.prepare``. The fields below are written by the stages in this order.
+    prompt: Prompt = None  # type: ignore[assignment]
     prompt_length: int = 0  # tokens: stop strings are looked for after it
     shared_prompt: SharedPrompt | None = None  # by ``inputs.prepare_ids``; the prefill takes it
     processors: Any = None
@@ -177,28 +177,24 @@ class Call:
 
     def decode(self, model: Any) -> Any:
         """Run the decoding method; return its result."""
-        prompt = self.prompt
-        assert prompt is not None
         try:
             return self.method(
                 model,
-                prompt.ids,
+                self.prompt.ids,
                 logits_processor=self.processors,
                 stopping_criteria=self.criteria,
                 generation_config=self.config,
                 **self.mode_kwargs,
-                **prompt.model_kwargs,
+                **self.prompt.model_kwargs,
             )
         finally:
             self.release()
 
     def run(self, model: Any) -> Run:
         """The state of a loop, for callers that drive it themselves; the method does not decode."""
-        prompt = self.prompt
-        assert prompt is not None
-        kwargs = self.mode_kwargs | prompt.model_kwargs
+        kwargs = self.mode_kwargs | self.prompt.model_kwargs
         arguments = self.processors, self.criteria, self.config, kwargs.pop("synced_gpus", False)
-        return Run.of(model, prompt.ids, *arguments, kwargs)
+        return Run.of(model, self.prompt.ids, *arguments, kwargs)
 
     def start(self, model: Any) -> tuple[Run, Strategy]:
         """The run, and the strategy that the method decodes with; it has to be hfgen's or a recipe."""

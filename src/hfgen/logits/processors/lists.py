@@ -16,6 +16,8 @@ from ...running.row_states import is_of
 from ...settings.logs import logger
 from . import fused
 
+LIBRARIES = ("hfgen", "transformers")
+
 
 class LogitsProcessorList(transformers.LogitsProcessorList):
     """Processors, applied in order; those that take more get the keyword arguments of the call."""
@@ -91,11 +93,7 @@ def function_of(function: Any) -> Callable[..., Any]:
 
 def is_librarys(kind: type) -> bool:
     """Whether a class and its ``__call__``, and of hfgen's also that of the class it stands for, are a library's."""
-    return _is_in_library(kind) and _replaced_call(kind) is None
-
-
-def _is_in_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("hfgen", "transformers")
+    return kind.__module__.partition(".")[0] in LIBRARIES and _replaced_call(kind) is None
 
 
 def _replaced_call(kind: type) -> Any:
@@ -106,7 +104,9 @@ def _replaced_call(kind: type) -> Any:
 @lru_cache(maxsize=256)
 def _callable_kinds(kind: type) -> list[type]:
     """A library's class, and those that it stands for: all that have a ``__call__`` of their own."""
-    return [each for each in kind.__mro__ if _is_in_library(kind) and "__call__" in vars(each)]
+    if kind.__module__.partition(".")[0] not in LIBRARIES:
+        return []
+    return [each for each in kind.__mro__ if "__call__" in vars(each)]
 
 
 is_of_library = lru_cache(maxsize=256)(is_of)
