@@ -60,8 +60,7 @@ class DraftingRows(JoinedRows):
         drafts = self._by_place(torch.cat(parts))
         ids = torch.cat([self.ids, drafts], dim=1)
         batch: Any = self.batch
-        outputs, _ = verify(batch, batch.model.__call__, ids, n_new, return_dict=True)
-        return outputs
+        return verify(batch, batch.model.__call__, ids, n_new, return_dict=True)
 
     def _width(self) -> int:
         """How many columns of drafts to feed: what should make most tokens by time, in all rows."""

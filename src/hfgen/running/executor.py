@@ -51,8 +51,6 @@ class Executor:
             self.call = fastest_forward(run.model, run.config, run.model_kwargs)
         #: Whether the host launches a forward long before the device has computed it.
         self.is_quick_to_launch = isinstance(self.call, Recorded | Compiled)
-        #: How many keys each layer had behind ``verify``, where all had as many.
-        self.n_keys: list[int] | None = None
         #: Whether a forward writes to what the last one returned.
         self.overwrites = isinstance(self.call, Recorded)
 
@@ -73,11 +71,8 @@ class Executor:
         self, run: Run, ids: torch.Tensor, n_new: int, *, is_first: bool, **overrides: Any
     ) -> ModelOutput:
         """``verify``, by the way that was chosen; the first forward is plain."""
-        execute, n_keys = run.model if is_first else self.call, self.n_keys
-        outputs, self.n_keys = verify(
-            run, execute, ids, n_new, is_first=is_first, n_keys=n_keys, **overrides
-        )
-        return outputs
+        execute = run.model if is_first else self.call
+        return verify(run, execute, ids, n_new, is_first=is_first, **overrides)
 
 
 def verify(
@@ -87,14 +82,12 @@ def verify(
     n_new: int,
     *,
     is_first: bool = False,
-    n_keys: list[int] | None = None,
     **overrides: Any,
-) -> tuple[ModelOutput, list[int] | None]:
-    """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``; return outputs and key counts.
+) -> ModelOutput:
+    """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``.
 
-    Logits are those of the last known token and of the ``n_new`` ones. The first forward includes
-    what the cache lacks of the prompt. ``n_keys``: the key counts of the last forward, if at hand.
-    ``overrides``: other arguments of forward.
+    Logits are those of the last known token and of the ``n_new`` ones. The first forward includes what the
+    cache lacks of the prompt. ``overrides``: other arguments of forward.
     """
     model_kwargs = resized(run, n_new)
     n_fed: int | None = n_new + 1
@@ -107,12 +100,10 @@ def verify(
     if "logits_to_keep" in model_inputs:
         model_inputs["logits_to_keep"] = n_new + 1
     cache = model_inputs.get("past_key_values")
-    # Another forward may have fed tokens since: the engine's of several calls.
-    if n_keys is None or n_keys[0] != layers.layers_of(cache)[0].keys.shape[-2]:
-        n_keys = layers.n_keys(cache)
+    n_keys = layers.n_keys(cache)
     outputs = execute(**model_inputs | overrides)
-    n_tokens = ids.shape[1] if n_fed is None else n_fed
-    return outputs, layers.check_growth(cache, n_keys, n_tokens, run.model)
+    layers.check_growth(cache, n_keys, ids.shape[1] if n_fed is None else n_fed, run.model)
+    return outputs
 
 
 def next_token(
@@ -137,10 +128,7 @@ def forward_prompt(
     model_kwargs: ModelKwargs,
     is_first_iteration: bool = True,
 ) -> ModelOutput:
-    """Forward the part of a prompt that the cache does not hold; return the last outputs.
-
-    The hook ``_prefill``. A continued prompt comes in full, or as its new tokens with a mask over all of it.
-    """
+    """Forward what the cache lacks of a prompt, given in full or as its new tokens: the hook ``_prefill``."""
     reads_embeds = is_first_iteration and not self.config.is_encoder_decoder
     embeds = model_kwargs.get("inputs_embeds") if reads_embeds else None
     new_length = uncached_length(self, input_ids, generation_config, model_kwargs, embeds)
@@ -164,7 +152,7 @@ def uncached_length(
     model_kwargs: ModelKwargs,
     embeds: torch.Tensor | None = None,
 ) -> int | None:
-    """Return how many tokens of the prompt the cache does not hold; ``None``: forward all ``input_ids``."""
+    """How many tokens of the prompt the cache does not hold; ``None``: forward all ``input_ids``."""
     if (cache := model_kwargs.get("past_key_values")) is None:
         return None
     if embeds is not None:

@@ -224,7 +224,6 @@ class Assisted:
         n_advanced = max(min(min(lengths or [max(rows.known)]) - start, width), 1)
         if n_advanced < width or not self.keeps_all_tokens:
             layers.roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
-            self.executor.n_keys = None
         self.observe(before, start + n_advanced, n_advanced)
         commit(run, model_outputs, num_new_tokens=n_advanced)
         run.ids = rows.tokens[:, : start + n_advanced]

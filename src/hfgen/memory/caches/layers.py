@@ -195,14 +195,11 @@ def n_keys(cache: Any) -> list[int]:
     ]
 
 
-def check_growth(cache: Any, before: Sequence[int], n_tokens: int, model: Any) -> list[int] | None:
-    """Return ``n_keys`` after a forward of ``n_tokens``, if all layers have as many; ``before``: those before it.
-
-    Raises ``ValueError`` if a layer of the ``model`` lacks keys of the new tokens; those of images do not grow.
-    """
+def check_growth(cache: Any, before: Sequence[int], n_tokens: int, model: Any) -> None:
+    """Raise ``ValueError`` if a layer lacks keys of the ``n_tokens`` forwarded since ``n_keys`` was ``before``."""
     after = n_keys(cache)
     if len(set(after)) == 1 and after == [old + n_tokens for old in before]:  # most steps
-        return after
+        return
     layers, of_images = layers_of(cache), families.layers_of_images(model)
     first: Any = next((layer for layer in layers if isinstance(layer, DynamicLayer)), None)
     for index, (old, new) in enumerate(zip(before, after, strict=False)):
@@ -215,7 +212,6 @@ def check_growth(cache: Any, before: Sequence[int], n_tokens: int, model: Any) -
                 + ": code outside of hfgen, such as a forward hook, drops keys. Drafts and candidates cannot "
                 "be taken back out of such a cache: decode without them."
             )
-    return None
 
 
 def roll_back(cache: Any, n_tokens: int, of_images: Sequence[int] = ()) -> None:
