@@ -840,12 +840,13 @@ def test_ctrl_c_within_a_forward(chat_folder: str, capsys: pytest.CaptureFixture
             raise KeyboardInterrupt
 
     loaded.model.register_forward_pre_hook(interrupt)
-    spoken = generate.Conversation(loaded)
-    generate.turn(spoken, "hi", hfgen.GenerationConfig(max_new_tokens=9, eos_token_id=None))
+    messages: list[dict[str, str]] = []
+    config = hfgen.GenerationConfig(max_new_tokens=9, eos_token_id=None)
+    generate.turn(loaded, messages, "hi", config)
     assert len(forwards) == 3
     assert capsys.readouterr().out.endswith("\n")
-    generate.turn(spoken, "hi", hfgen.GenerationConfig(max_new_tokens=9, eos_token_id=None))
-    assert [message["role"] for message in spoken.messages] == ["user", "assistant"] * 2
+    generate.turn(loaded, messages, "hi", config)
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
 
 
 def test_an_error_undoes_the_turn(chat_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -853,21 +854,21 @@ def test_an_error_undoes_the_turn(chat_folder: str, monkeypatch: pytest.MonkeyPa
         raise CliError("too long")
 
     monkeypatch.setattr(measure, "generate", fail)
-    spoken = generate.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
-    generate.turn(spoken, "hi", None)
-    assert spoken.messages == []
+    messages: list[dict[str, str]] = []
+    generate.turn(loading.load(chat_folder, None, "auto", "cpu"), messages, "hi", None)
+    assert messages == []
 
 
 def test_a_template_that_refuses_undoes_the_turn(
     chat_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoken = generate.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
+    loaded, messages = loading.load(chat_folder, None, "auto", "cpu"), list[dict[str, str]]()
     template = "{{ raise_exception('no such role') }}"
-    monkeypatch.setattr(spoken.loaded.tokenizer, "chat_template", template)
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", template)
     lines: list[str] = []
     monkeypatch.setattr(generate, "say", lines.append)
-    generate.turn(spoken, "hi", None)
-    assert spoken.messages == []
+    generate.turn(loaded, messages, "hi", None)
+    assert messages == []
     assert "the chat template fails: no such role" in lines[0]
 
 

@@ -199,9 +199,10 @@ def test_a_slow_machine_is_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_missing_is_said_with_the_line_that_gets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(doctor.OPTIONAL, "nothing", (("no_such_module",), "pip install it"))
+    monkeypatch.setitem(doctor.OPTIONAL, "nothing", ("none", "no_such_module"))
     finding = next(each for each in doctor.parts() if each.name == "nothing")
-    assert (finding.state, finding.value) == ("note", "pip install it, for no_such_module")
+    advice = "pip install 'hfgen[none]', for no_such_module"
+    assert (finding.state, finding.value) == ("note", advice)
     monkeypatch.setattr(doctor, "TESTED", SpecifierSet("<1"))
     finding = next(each for each in doctor.versions() if each.name == "transformers")
     assert finding.state == "note"

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,7 @@ class Line:
 
 
 class Requests:
-    """The lines of a file that are those of one ``shard``: of ``"2/4"``, every 4th from the 2nd on.
-
-    Raises ``CliError`` for another text.
-    """
+    """The lines of a file; of the ``shard`` ``"2/4"``, every 4th from the 2nd on. ``CliError`` for another text."""
 
     def __init__(self, path: Path, shard: str | None = None) -> None:
         i, _, n = ("1/1" if shard is None else shard).partition("/")
@@ -152,7 +149,7 @@ class Requests:
                 )
 
 
-class Output:
+class Output(AbstractContextManager["Output"]):
     """An output file that is only appended to, and that one job at a time writes to.
 
     Opening it finds out what is ``done``; a last line that a killed job did not finish is cut off.
@@ -234,9 +231,6 @@ class Output:
                 f"cannot write to {str(self.path)!r}: {error.strerror}. The answers in it are kept; make "
                 "room, and the same command goes on from there"
             ) from error
-
-    def __enter__(self) -> Output:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()

@@ -71,7 +71,8 @@ def compare_call(
     runs = measure.race(loaded, lambda _: measure.generate(loaded, inputs, config, seed), repeat)
     pairs = list(zip(runs["transformers"], runs["hfgen"], strict=True))
     ratios = [ours.seconds / theirs.seconds for theirs, ours in pairs[1:]]
-    result: dict[str, Any] = {"identical": True, "differences": []}
+    differing = next((pair for pair in pairs if pair[0].padded != pair[1].padded), None)
+    result: dict[str, Any] = {"identical": differing is None, "differences": []}
     for library, (first, *timed) in runs.items():
         result[library] = {
             "tokens": first.padded,
@@ -81,14 +82,12 @@ def compare_call(
         }
     times = result["hfgen"]["seconds"], result["transformers"]["seconds"]
     result |= {"ratio": times[0] / times[1] if ratios else None, "ratios": ratios}
-    differing = next((pair for pair in pairs if pair[0].padded != pair[1].padded), None)
     if differing is not None:
         recording = copy.deepcopy(config)
         recording.return_dict_in_generate = recording.output_logits = True
         with LIBRARIES["transformers"](loaded):
             output = measure.generate(loaded, inputs, recording, seed).output
         rows = enumerate(zip(differing[0].padded, differing[1].padded, strict=False))
-        result["identical"] = False
         result["differences"] = [
             find_difference(row, *pair, output) for row, pair in rows if pair[0] != pair[1]
         ]
@@ -186,9 +185,8 @@ def bench(
     if as_json:
         print_json({"model": loaded.name, "repeat": repeat, "cases": cases})
     else:
-        out.print(table_of(cases))
-        medians = f"median of {repeat} interleaved runs, ± half of their range"
-        out.print(f"[dim]{medians}; greedy decoding[/]")
+        how = f"median of {repeat} interleaved runs, ± half of their range; greedy decoding"
+        out.print(table_of(cases), f"[dim]{how}[/]", sep="\n")
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -26,16 +26,13 @@ from .field_options import generation_config
 from .loading import load, quiet
 from .report import duration, out, print_json, table
 
-#: Part → the modules that it needs, and how to get them.
-OPTIONAL: dict[str, tuple[tuple[str, ...], str]] = {
-    "grammars": (("llguidance",), "pip install 'hfgen[grammar]'"),
-    "minimum Bayes risk": (("sacrebleu",), "pip install 'hfgen[mbr]'"),
-    "hfgen serve": (
-        ("fastapi", "jinja2", "llguidance", "openai", "prometheus_client", "pydantic", "uvicorn"),
-        "pip install 'hfgen[serve]'",
-    ),
-    "hfgen eval generate": (("rouge_score", "sacrebleu"), "pip install 'hfgen[eval]'"),
-    "Ray Data": (("ray",), "pip install 'hfgen[ray]'"),
+#: Part → the extra of hfgen that it needs, and the modules in it.
+OPTIONAL = {
+    "grammars": ("grammar", "llguidance"),
+    "minimum Bayes risk": ("mbr", "sacrebleu"),
+    "hfgen serve": ("serve", "fastapi jinja2 llguidance openai prometheus_client pydantic uvicorn"),
+    "hfgen eval generate": ("eval", "rouge_score sacrebleu"),
+    "Ray Data": ("ray", "ray"),
 }
 
 PROMPT = "def add(a, b):"
@@ -86,8 +83,8 @@ def doctor(
             for each in of_topic:
                 value = f"[{STYLES[each.state]}]{escape(each.value)}[/]"
                 grid.add_row(f"  {escape(each.name)}", value)
-        works = "[bold green]hfgen works here.[/]"
-        out.print(grid, f"[bold red]{n_broken} broken.[/]" if n_broken else works, sep="\n")
+        broken, works = f"[bold red]{n_broken} broken.[/]", "[bold green]hfgen works here.[/]"
+        out.print(grid, broken if n_broken else works, sep="\n")
     raise typer.Exit(min(n_broken, 1))
 
 
@@ -133,9 +130,10 @@ def versions() -> Iterator[Finding]:
 
 def parts() -> Iterator[Finding]:
     """Optional packages: installed, or the line that installs them."""
-    for name, (modules, line) in OPTIONAL.items():
-        missing = [module for module in modules if find_spec(module) is None]
-        words = f"{line}, for {', '.join(missing)}" if missing else "installed"
+    for name, (extra, modules) in OPTIONAL.items():
+        missing = [module for module in modules.split() if find_spec(module) is None]
+        advice = f"pip install 'hfgen[{extra}]', for {', '.join(missing)}"
+        words = advice if missing else "installed"
         yield Finding("optional", name, words, "note" if missing else "ok")
 
 
@@ -202,7 +200,6 @@ def self_check(debug: bool) -> Iterator[Finding]:
                 continue
             words = f"same tokens as transformers, {duration(time.perf_counter() - before)}"
             if differences:
-                words = (
-                    f"transformers' tokens differ: {described(differences[0], loaded.tokenizer)}"
-                )
+                how = described(differences[0], loaded.tokenizer)
+                words = f"transformers' tokens differ: {how}"
             yield Finding(topic, mode, words, "broken" if differences else "ok")

@@ -51,7 +51,7 @@ def perplexity(
         with refused(ValueError):
             window, stride = sizes(loaded.model, window, stride)
         progress, scores, failed = JobProgress(len(files)), [], []
-        settings: dict[str, Any] = {"window": window, "stride": stride, "batch_size": batch_size}
+        settings: Any = {"window": window, "stride": stride, "batch_size": batch_size}
         with progress if err.is_terminal else nullcontext():
             for file in files:
                 try:
@@ -162,12 +162,11 @@ def generate(
         }
         print_json(report)
     else:
-        values = table("metric", numbers=("value", "interval"))
+        grid = table("metric", numbers=("value", "interval"))
         for name, score in scores.items():
-            values.add_row(
-                one_line(name), f"{score.value:.4g}", interval_text(score.interval, ".4g")
-            )
-        out.print(values)
+            interval = interval_text(score.interval, ".4g")
+            grid.add_row(one_line(name), f"{score.value:.4g}", interval)
+        out.print(grid)
         counts = f"{len(scored):,} of {len(rows):,} lines"
         out.print(f"[dim]{counts}; 95% bootstrap interval over lines[/]")
     notes = [f"line {failure['line']}: {failure['error']}" for failure in failed]

@@ -68,9 +68,7 @@ IDLE_WITHOUT = {
 }
 NEEDS = {name: needs.split() for needs, names in IDLE_WITHOUT.items() for name in names.split()}
 
-#: What a backslash and a letter stand for in ``--stop``.
-ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}  # of `--stop`
 WHITESPACE = " ?"  # between the tokens of JSON: small models may write spaces without end
 JSON_OBJECT = grammar.json_object(whitespace=WHITESPACE)
 
@@ -118,8 +116,7 @@ class Fields(dict[str, Any]):
     field, a value out of range, and options of which transformers would use one and ignore the other.
     """
 
-    #: Fields and options that a command does not have.
-    left_out: ClassVar[frozenset[str]] = frozenset()
+    left_out: ClassVar[frozenset[str]] = frozenset()  # what a command does not have
 
     def __init__(self, **texts: Any) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +96,15 @@ def generate(
         n_rows = config.num_return_sequences or model.generation_config.num_return_sequences or 1
         answers = Answers(n_rows)
         result = measure.generate(loaded, inputs, config, show=answers if stream else None)
-        texts = result.output.texts
         if as_json:
             report = {"model": loaded.name, "prompt": text, "options": fields.as_json()}
             if optimize:
                 report["optimization"] = str(model.optimization).splitlines()
             report["prompt_tokens"] = inputs["input_ids"][0].tolist()
-            print_json(report | as_object(loaded, result, texts))
+            print_json(report | as_object(loaded, result))
             return
         if not stream:
-            for row, answer in enumerate(texts):
+            for row, answer in enumerate(result.output.texts):
                 answers.add(row, answer, has_ended=True)
         print_logprobs(loaded, result)
         for name, values in counts_and_times(result).items():
@@ -120,12 +119,12 @@ def generate(
             )
 
 
-def as_object(loaded: Loaded, result: measure.Generated, texts: list[str]) -> dict[str, Any]:
+def as_object(loaded: Loaded, result: measure.Generated) -> dict[str, Any]:
     """What ``--json`` prints of the answers; times in seconds, memory in bytes."""
-    names = ("text", "tokens", "finish_reason", "stopped_by")
-    stops = [getattr(reason, "stop", None) for reason in result.reasons]
-    columns = zip(texts, result.rows, result.reasons, stops, strict=True)
-    sequences: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in columns]
+    sequences: list[dict[str, Any]] = []
+    for text, row, reason in zip(result.output.texts, result.rows, result.reasons, strict=True):
+        sequence = {"text": text, "tokens": row, "finish_reason": reason}
+        sequences.append(sequence | {"stopped_by": getattr(reason, "stop", None)})
     if (logprobs := getattr(result.output, "logprobs", None)) is not None:
         for sequence, row in zip(sequences, logprobs.to_openai(loaded.tokenizer), strict=True):
             sequence["logprobs"] = row
@@ -232,27 +231,17 @@ def inspect(
     )
 
 
-@dataclass(slots=True)
-class Conversation:
-    """The messages so far, as the model gets them."""
-
-    loaded: Loaded
-    system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def inputs(self) -> dict[str, Any]:
-        """Model inputs ``(1, length)`` for the next answer; plain lines without a chat template."""
-        opening = [{"role": "system", "content": self.system}] if self.system else []
-        messages, tokenizer = opening + self.messages, self.loaded.tokenizer
-        if not tokenizer.chat_template:
-            text = "".join(message["content"] + "\n" for message in messages)
-            return measure.encode(self.loaded, [text])
-        settings = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        # A template raises errors of its own: no system message, roles out of turn.
-        with refused(Exception, before="the chat template fails: "):
-            encoded = tokenizer.apply_chat_template(messages, **settings)
-        device = self.loaded.model.device
-        return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+def inputs_of(loaded: Loaded, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """Model inputs ``(1, length)`` for the answer to ``messages``; plain lines without a chat template."""
+    tokenizer = loaded.tokenizer
+    if not tokenizer.chat_template:
+        text = "".join(message["content"] + "\n" for message in messages)
+        return measure.encode(loaded, [text])
+    settings = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    # A template raises errors of its own: no system message, roles out of turn.
+    with refused(Exception, before="the chat template fails: "):
+        encoded = tokenizer.apply_chat_template(messages, **settings)
+    return {n: encoded[n].to(loaded.model.device) for n in ("input_ids", "attention_mask")}
 
 
 def chat(
@@ -273,7 +262,8 @@ def chat(
         raise CliError(NO_MODEL)
     with source.configured(fields, ANSWER_TOKENS) as (loaded, config):
         loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it
-        conversation = Conversation(loaded, system)
+        opening = [{"role": "system", "content": system}] if system else []
+        messages = list(opening)
         if sys.stdin.isatty():
             say(HELP)
         if not loaded.tokenizer.chat_template:
@@ -283,14 +273,14 @@ def chat(
             if line == "/exit":
                 break
             if line == "/reset":
-                conversation.messages.clear()
+                messages = list(opening)
                 say("[dim]forgotten[/]")
             elif line == "/help":
                 say(HELP)
             elif line.startswith("/"):
                 say(f"no command {one_line(line.split()[0])}; {HELP}")
             elif line:
-                turn(conversation, line, config)
+                turn(loaded, messages, line, config)
 
 
 def read_line() -> str | None:
@@ -309,12 +299,12 @@ def read_line() -> str | None:
             say(HELP)
 
 
-def turn(conversation: Conversation, line: str, config: Any) -> None:
-    """Stream the answer to ``line``; Ctrl-C keeps what was said so far, an error undoes the turn."""
-    conversation.messages.append({"role": "user", "content": line})
+def turn(loaded: Loaded, messages: list[dict[str, str]], line: str, config: Any) -> None:
+    """Stream the answer to ``line`` and append both; Ctrl-C keeps what was said so far, an error undoes the turn."""
+    messages.append({"role": "user", "content": line})
     answers = Answers()
     try:
-        result = measure.generate(conversation.loaded, conversation.inputs(), config, show=answers)
+        result = measure.generate(loaded, inputs_of(loaded, messages), config, show=answers)
         if err.is_terminal:
             speed = f"{result.n_tokens} tokens · {result.per_second:,.0f} tokens/s"
             say(f"[dim]{speed} · {end_reason(result.reasons[0])}[/]")
@@ -322,7 +312,7 @@ def turn(conversation: Conversation, line: str, config: Any) -> None:
         answers.end()
         say("[dim]stopped[/]")
     except CliError as error:
-        conversation.messages.pop()
+        messages.pop()
         say(f"[red]hfgen:[/] {one_line(str(error))} (/reset starts again)")
         return
-    conversation.messages.append({"role": "assistant", "content": answers.texts[0]})
+    messages.append({"role": "assistant", "content": answers.texts[0]})

@@ -14,8 +14,7 @@ from .report import CliError, refused
 
 T = TypeVar("T")
 
-#: Turns errors of a call inside the context into ``CliError``.
-named_errors = partial(refused, Exception, before="generate() failed: ")
+named_errors = partial(refused, Exception, before="generate() failed: ")  # errors of a call
 
 #: Library → the context in which a model generates with it.
 LIBRARIES: dict[str, Callable[[Loaded], Any]] = {"transformers": upstream, "hfgen": nullcontext}
@@ -81,10 +80,7 @@ def generate(
     seed: int | None = None,
     show: Callable[[Any], None] | None = None,
 ) -> Generated:
-    """Generate once with torch's generator at ``seed``, and time it; errors become ``CliError``.
-
-    With ``show``, the call is streamed by hfgen: it gets each ``StreamEvent`` as it comes.
-    """
+    """Generate once at ``seed``, timed; ``show`` gets each ``StreamEvent`` of a stream. Errors become ``CliError``."""
     defaults = loaded.model.generation_config
     is_timed = (config.num_beams or defaults.num_beams or 1) == 1 and not config.force_words_ids
     kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
@@ -148,8 +144,7 @@ def new_tokens(loaded: Loaded, inputs: dict[str, Any], output: Any) -> list[list
     """The tokens of each row after the prompt, padding included."""
     sequences = getattr(output, "sequences", output)
     length = 1 if loaded.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-    tokens: list[list[int]] = sequences[:, length:].tolist()
-    return tokens
+    return sequences[:, length:].tolist()
 
 
 def peak_memory() -> int | None:

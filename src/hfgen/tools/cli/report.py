@@ -37,10 +37,7 @@ class CliError(Exception):
 
 @contextmanager
 def refused(*kinds: type[Exception], before: str = "") -> Iterator[None]:
-    """Turn errors of these ``kinds`` inside the context into ``CliError``.
-
-    It names options instead of fields, and of ``OSError``, if that is the only kind, what went wrong.
-    """
+    """Turn errors of ``kinds`` into ``CliError``, which names options for fields; of ``OSError`` alone, its reason."""
     try:
         yield
     except (BrokenPipeError, CliError):  # the former: the reader of the output has closed the pipe
@@ -71,10 +68,7 @@ def with_options(message: str) -> str:
 
 
 class Answers:
-    """Writes texts to standard output, one after the other, the first as it comes.
-
-    A terminal gets no control codes; a pipe or a file gets the texts as they are.
-    """
+    """Writes texts to standard output, the first as it comes; a terminal gets no control codes."""
 
     def __init__(self, n_rows: int = 1) -> None:
         self.texts = [""] * n_rows
