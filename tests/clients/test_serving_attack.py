@@ -455,6 +455,58 @@ def test_sigterm_ends_streams_with_an_error_within_the_grace(tmp_path: Path) -> 
         assert "closed" in json.loads(rest[-1][6:])["error"]["message"], rest[-3:]
 
 
+def begun(served: Served) -> socket.socket:
+    """A connection that has sent a part of a body."""
+    connection = socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
+    connection.sendall(head)
+    connection.settimeout(20)
+    return connection
+
+
+LONG = {**VICTIM, "max_tokens": 480, "ignore_eos": True, "num_beams": 8, "n": 8}
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(tmp_path: Path, first: signal.Signals) -> None:
+    def answer() -> httpx.Response:
+        return httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60)
+
+    with serving(tmp_path, "--grace-seconds", "60") as served, ThreadPoolExecutor() as pool:
+        whole, half = pool.submit(answer), begun(served)
+        with served.client.stream(
+            "POST", "/v1/completions", json=LONG | {"stream": True}
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            served.process.send_signal(first)
+            time.sleep(0.5)
+            assert served.process.poll() is None
+            start = time.monotonic()
+            served.process.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        served.process.wait(timeout=20)
+        assert time.monotonic() - start < 2  # at most 1 where nothing else runs
+        assert "closed" in json.loads(rest[-1][6:])["error"]["message"], rest[-3:]
+        assert whole.result().status_code == 503
+        assert "closed" in whole.result().json()["error"]["message"]
+        assert b" 503 " in half.recv(4096)
+        half.close()
+        assert "File " not in (log := (tmp_path / "log").read_text()), log
+
+
+def test_half_a_body_does_not_outlast_the_grace(tmp_path: Path) -> None:
+    with serving(tmp_path, "--grace-seconds", "0.2") as served, begun(served) as half:
+        start = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        answer = half.recv(4096)
+        served.process.wait(timeout=20)
+        assert time.monotonic() - start < 2
+        assert b" 503 " in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert "File " not in (log := (tmp_path / "log").read_text()), log
+
+
 # ------------------------------------------------------------ fuzzer
 
 VALUES: list[Any] = [

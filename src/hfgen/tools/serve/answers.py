@@ -158,7 +158,8 @@ async def chunks(
                 if choices:
                     yield "".join(sse({**common, "choices": [each]}) for each in choices)
         except Exception as error:  # the status has been sent: the client reads it here
-            logger.error("A request has failed.", exc_info=error)
+            if not isinstance(error, EngineClosedError):
+                logger.error("A request has failed.", exc_info=error)
             yield sse(error_body(error, 500))
             return
         if has_usage:

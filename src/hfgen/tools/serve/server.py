@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import os
 import re
+import signal
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import h11
 import uvicorn
+from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...engine.engine import Engine
 from ...engine.errors import EngineError
 from ...engine.serving import Service
-from .app import Guard, Metrics, application
+from .app import Guard, Metrics, application, refusal
 from .handlers import Served
 from .limits import Limits
 
@@ -34,6 +37,7 @@ MAX_READ, MAX_HEAD, MAX_LINES = 2**16, 2**14, 100
 #: Seconds of a turn, in which one connection reads its body in chunks, and how many times as long all rest after it.
 TURN, REST = 0.02, 4
 PARTING = 2  # seconds for clients to read their last event after the grace period
+HURRY = 0.8  # seconds in which the process ends after a second Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,29 +143,46 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Ends open answers with an error when their grace has passed, and the process if that fails."""
+    """Ends open answers with an error after their grace or a second signal, and the process if that fails."""
 
     def __init__(self, config: Any, service: Service, grace: float, on_start: Any) -> None:
         super().__init__(config)
         self.service, self.grace, self.on_start = service, grace, on_start
+        self.hurry = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.on_start(self)
 
-    def handle_exit(self, *args: Any) -> None:
-        super().handle_exit(*args)
-        faulthandler.dump_traceback_later(self.grace + 2 * PARTING, exit=True)
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+            faulthandler.dump_traceback_later(self.grace + 2 * PARTING, exit=True)
+        elif sig == signal.SIGINT:
+            self.hurry.set()  # read at uvicorn's next look at its connections, 0.1 seconds later at most
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.dump_traceback_later(HURRY, exit=True, file=nowhere)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         async def end_answers() -> None:
-            await asyncio.sleep(self.grace)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.hurry.wait(), self.grace)
             await self.service.close()
+            await asyncio.sleep(HURRY / 8)  # in which answers of the engine end by themselves
+            closed = refusal(HTTPException(503, "The server was closed before it answered."))
+            for cycle in [connection.cycle for connection in self.server_state.connections]:
+                if cycle is not None and not cycle.response_started:
+                    await closed(cycle.scope, cycle.receive, cycle.send)
+                    cycle.disconnected = True  # what the application answers is dropped
+            await asyncio.sleep(HURRY / 4 if self.hurry.is_set() else PARTING)
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
 
         closing = asyncio.ensure_future(end_answers())
         await super().shutdown(sockets)
         closing.cancel()
-        faulthandler.cancel_dump_traceback_later()
+        if not self.hurry.is_set():
+            faulthandler.cancel_dump_traceback_later()
 
     async def stop_with_engine(self) -> None:
         """Stop when the engine's thread has ended."""
@@ -204,7 +225,6 @@ async def serve(
             ws="none",
             log_level=settings.log_level,
             limit_concurrency=limits.max_connections,
-            timeout_graceful_shutdown=round(limits.grace_seconds + PARTING),
         )
         server = Server(config, service, limits.grace_seconds, on_start)
         watching = asyncio.ensure_future(server.stop_with_engine())
