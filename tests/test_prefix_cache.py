@@ -1125,11 +1125,13 @@ def rewritten(path: Path, edit: Callable[[list[dict[str, Any]], dict[str, Tensor
         texts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     nodes = json.loads(texts["nodes"])
     edit(nodes, tensors)
-    names = ["tokens", *map(str, range(4))]
+    names = ["tokens", *range(6)]
     for index, node in enumerate(nodes):
         if not isinstance(node, dict):
             continue
-        own = {name: t for name in names if (t := tensors.get(f"{index}.{name}")) is not None}
+        own = {
+            name: t for name in map(str, names) if (t := tensors.get(f"{index}.{name}")) is not None
+        }
         node["checksum"] = fingerprint.digest(own)
     texts["nodes"] = json.dumps(nodes)
     del texts["checksum"]
@@ -1152,6 +1154,18 @@ def twice(nodes: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
         tensors[f"{len(nodes) - 1}.{name}"] = tensors[f"{len(nodes) - 2}.{name}"].clone()
 
 
+def of_all(change: Callable[[list[Tensor]], list[Tensor]]) -> Callable[..., None]:
+    """Change the states of all nodes alike."""
+
+    def edit(nodes: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
+        for index in range(len(nodes)):
+            states = [tensors.pop(f"{index}.{i}") for i in range(4)]
+            changed = {f"{index}.{i}": s.clone() for i, s in enumerate(change(states))}
+            tensors |= changed
+
+    return edit
+
+
 FORGED: dict[str, Callable[..., None]] = {
     "a parent behind its child": set_node(1, parent=3),
     "its own parent": set_node(1, parent=1),
@@ -1172,6 +1186,11 @@ FORGED: dict[str, Callable[..., None]] = {
     "states of another type": set_tensor("1.2", lambda t: t.half()),
     "numbers without a head": set_tensor("1.2", lambda t: t[0]),
     "a brother that begins alike": twice,
+    "fewer layers": of_all(lambda states: states[:2]),
+    "more layers": of_all(lambda states: [*states, *states[:2]]),
+    "other heads everywhere": of_all(lambda states: [s[:1] for s in states]),
+    "other sizes everywhere": of_all(lambda states: [s[..., :4] for s in states]),
+    "another type everywhere": of_all(lambda states: [s.double() for s in states]),
 }
 
 

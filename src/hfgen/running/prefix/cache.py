@@ -7,6 +7,7 @@ compute a checksum.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -22,7 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import DynamicCache
 
+from ... import families
 from ...memory import fingerprint
 from ...settings.fields import FieldError
 from .radix import Forest, KeyValues, Match, Node
@@ -178,9 +181,8 @@ class PrefixCache:
             TypeError,
             RecursionError,
         ) as error:
-            raise NotAPrefixFile(
-                path, f"it is damaged, or no safetensors file ({error})"
-            ) from error
+            reason = f"it is damaged, or no safetensors file ({error})"
+            raise NotAPrefixFile(path, reason) from error
         for node in list(prefixes._forest.nodes):  # came with the most recently used first
             prefixes._forest.nodes.move_to_end(node, last=False)
         return prefixes
@@ -222,6 +224,16 @@ def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[dict[st
     return entries
 
 
+def _layout(model: Any) -> list[tuple[torch.dtype, torch.Size]]:
+    """The dtypes of the model's keys and values, and their heads and sizes; forwards a token."""
+    media, cache = families.placeholder_tokens(model), DynamicCache(config=model.config)
+    token = next(token for token in itertools.count() if token not in media)
+    ids = torch.full((1, 1), token, device=families.device_of(model))
+    model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True)
+    layers = [layer for layer in cache.layers if not isinstance(layer, families.EMPTY_LAYERS)]
+    return [(s.dtype, s.shape[1::2]) for layer in layers for s in (layer.keys, layer.values)]
+
+
 def _read_nodes(
     forest: Forest, path: Any, file: Any, entries: list[dict[str, Any]], model: Any
 ) -> None:
@@ -232,7 +244,7 @@ def _read_nodes(
     if sorted(file.keys()) != sorted(f"{i}.{name}" for i in range(len(entries)) for name in names):
         raise NotAPrefixFile(path, "its tensors are not those of its nodes")
     nodes: dict[int, Node] = {}
-    expected = None
+    expected = _layout(model) if entries else []
     for index, entry in enumerate(entries):
         # Copies: those of safetensors are the file's pages, which change with it after all checks.
         of_node = {name: file.get_tensor(f"{index}.{name}").clone() for name in names}
@@ -241,10 +253,11 @@ def _read_nodes(
         tokens, *states = of_node.values()
         n = len(tokens) if tokens.ndim == 1 and tokens.dtype == torch.long else 0
         layout = [(s.dtype, s.shape[::2]) for s in states]
-        expected = expected or layout
         is_sound = all(s.ndim == 3 and s.shape[1] == n and s.is_floating_point() for s in states)
         if not n or not is_sound or layout != expected:
-            raise NotAPrefixFile(path, f"node {index} does not have one state per token and layer")
+            raise NotAPrefixFile(
+                path, f"node {index} does not have the model's states of each token"
+            )
         node = Node(tokens, tuple(s.to(model.device) for s in states))
         parent = nodes.get(entry["parent"])
         if parent is None and entry["parent"] != -1:
