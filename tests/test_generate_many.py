@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,6 +165,17 @@ def test_a_request_that_fails_leaves_the_others_alone():
     assert outputs[1].finish_reason == "error"
     for n in 0, 2:
         assert outputs[n].token_ids == solo(PROMPTS[n], max_new_tokens=4)
+
+
+def test_scores_without_a_token_are_named_by_the_prompt():
+    asked = [
+        PROMPTS[0],
+        [],
+        (PROMPTS[1], {"logits_processor": [lambda ids, scores: scores * math.nan]}),
+    ]
+    *_, failed = generate_many(MODEL, asked, max_new_tokens=4)
+    assert "row 0 of prompt 2 are NaN or infinite at step 0" in str(failed.error)
+    assert isinstance(failed.error, hfgen.InvalidScoresError)
 
 
 def test_a_prompt_that_cannot_be_read_ends_the_job():

@@ -328,6 +328,7 @@ def test_metrics_in_other_modes(options: dict[str, Any]) -> None:
     "error",
     [
         hfgen.InvalidScoresError([1, 2], 3),
+        hfgen.InvalidScoresError([1, 2], 3, 0),
         InexactError("message", ()),
         NotAPrefixFile("path", "a reason"),
     ],

@@ -8,6 +8,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
+from ..decoding.strategies.base import InvalidScoresError
 from ..logits.stopping import FinishReason
 from .engine import Engine
 from .errors import as_exception
@@ -126,7 +127,9 @@ def outputs(
             if running:
                 on_events(engine.step())
                 for number in [n for n, request in running.items() if request.done]:
-                    finished[number] = engine.result(running.pop(number))
+                    finished[number] = output = engine.result(running.pop(number))
+                    if isinstance(error := output.error, InvalidScoresError):
+                        output.error = InvalidScoresError(error.rows, error.step, number)
             while finished:
                 number = n_yielded if in_order else next(iter(finished))
                 if number not in finished:

@@ -81,17 +81,19 @@ def padding(run: Run) -> torch.Tensor | None:
 class InvalidScoresError(ValueError, RuntimeError):
     """No token can be chosen from a row of scores. Upstream's sampling raises RuntimeError here."""
 
-    def __init__(self, rows: list[int], step: int) -> None:
-        self.rows, self.step = rows, step
+    def __init__(self, rows: list[int], step: int, prompt: int | None = None) -> None:
+        """``prompt``: the number of that one of many whose sequences ``rows`` are."""
+        self.rows, self.step, self.prompt = rows, step, prompt
+        of_prompt = "" if prompt is None else f" of prompt {prompt}"
         super().__init__(
-            f"The scores of row {', '.join(map(str, rows))} are NaN or infinite at step {step}, so no "
+            f"The scores of row {', '.join(map(str, rows))}{of_prompt} are NaN or infinite at step {step}, so no "
             "token can be chosen. Check the attention mask, the dtype (float16 overflows), and what "
             "rules tokens out (a `grammar` with `min_new_tokens`, a processor), or set "
             "`remove_invalid_values=True`."
         )
 
-    def __reduce__(self) -> tuple[type[InvalidScoresError], tuple[list[int], int]]:
-        return type(self), (self.rows, self.step)
+    def __reduce__(self) -> tuple[type[InvalidScoresError], tuple[Any, ...]]:
+        return type(self), (self.rows, self.step, self.prompt)
 
 
 class InvalidScores:
