@@ -40,8 +40,8 @@ class FromGenerator(Drafter):
         self.generator = generator = _call_hook(setup) if generator is None else generator
         if type(generator) in READ_PROMPTS:
             _check_prompt(setup.run, type(generator).__name__)
-        #: Drafts may go beyond the last token, and are made for it too, where draws depend on them.
-        self.overshoots = self.is_always_asked = setup.is_exact
+        #: Drafts may go beyond the last token, and are made for it too, where draws or a caller's object show it.
+        self.is_always_asked = setup.is_exact or type(generator) not in READ_PROMPTS
         room = setup.max_length - setup.run.ids.shape[1]
         self.schedule = Schedule(max(room, MANY_TOKENS))
         #: Whether ``get_candidates`` takes what the target model returned in the last round.
