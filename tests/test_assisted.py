@@ -574,6 +574,31 @@ def test_a_greedy_ensemble_of_one_row_is_upstreams() -> None:
         assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("schedule", [None, "constant", "heuristic", "heuristic_transient"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_an_assistant_that_is_to_draft_nothing(do_sample: bool, schedule: str | None) -> None:
+    theirs, mine, helper = tiny.llama(), hfgen.mix_into(tiny.llama()), tiny.llama()
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": do_sample, "eos_token_id": None}
+    helper.generation_config.num_assistant_tokens = 0
+    helper.generation_config.num_assistant_tokens_schedule = schedule
+    if schedule in ("heuristic", "heuristic_transient"):
+        with pytest.raises(RuntimeError):
+            theirs.generate(IDS[:1], assistant_model=copy.deepcopy(helper), **options)
+        with pytest.raises(ValueError, match="`num_assistant_tokens` has to be at least 1"):
+            mine.generate(IDS[:1], assistant_model=helper, **options)
+        return
+    found = []
+    for model in theirs, mine:
+        torch.manual_seed(0)
+        found.append(model.generate(IDS[:1], assistant_model=copy.deepcopy(helper), **options))
+    assert found[0].tolist() == found[1].tolist()
+    output = mine.generate(
+        IDS[:1], assistant_model=tiny.llama(), num_assistant_tokens=0, output_speculation=True,
+        return_dict_in_generate=True, **options | {"do_sample": False},
+    )  # fmt: skip
+    assert output.speculation.drafted == 0
+
+
 class Rambling(Script):
     """Drafts tokens of its own, right by chance; has the two methods alone."""
 

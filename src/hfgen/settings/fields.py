@@ -186,7 +186,7 @@ PER_CALL: dict[str, Field] = {
     "return_dict_in_generate": Field(of.FLAG),
     # Drafting
     "is_assistant": Field(of.FLAG),
-    "num_assistant_tokens": Field(of.INTEGER, at_least(1), within_sequence=True, has_default=False),
+    "num_assistant_tokens": Field(of.INTEGER, at_least(0), within_sequence=True, has_default=False),
     "num_assistant_tokens_schedule": Field(of.NAME, has_default=False),
     "assistant_confidence_threshold": Field(of.NUMBER, has_default=False),
     "prompt_lookup_num_tokens": Field(of.INTEGER, at_least(1), within_sequence=True),

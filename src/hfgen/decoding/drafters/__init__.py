@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+from ...settings.fields import FieldError
 from .assistant import Assistant, EarlyExit
 from .base import Adapted, Drafter, Setup
 from .checks import has_foreign_generator
@@ -69,12 +70,15 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
     if not (is_lookup := isinstance(drafter, PromptLookup)):
         name = setup.of_assistant("num_assistant_tokens_schedule", always=True)
     if n_tokens is None or not is_lookup:
-        n_tokens = setup.of_assistant("num_assistant_tokens") or DEFAULT_TOKENS
+        n_tokens = setup.of_assistant("num_assistant_tokens")
+        n_tokens = DEFAULT_TOKENS if n_tokens is None else n_tokens
     is_fixed = setup.is_exact or setup.is_streamed_row or (rows == 1 and is_lookup)
     make = schedule_named(name, default="constant" if is_fixed else "adaptive")
     # Prompt lookup may overshoot, by no more than it knows.
     longest = setup.max_length if is_lookup else setup.max_length - length
-    schedule = make(max(min(int(n_tokens), longest), 1), Costs(rows, drafter.cost))
+    if n_tokens == 0 and make is Heuristic:
+        raise FieldError(f"`num_assistant_tokens` has to be at least 1 with {name!r}, but is 0.")
+    schedule = make(max(min(int(n_tokens), longest), 0), Costs(rows, drafter.cost))
     if name == "heuristic" and isinstance(schedule, Heuristic) and isinstance(drafter, Assistant):
         schedule.kept_in = drafter.model.generation_config
     return schedule
