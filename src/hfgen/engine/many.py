@@ -109,13 +109,8 @@ def outputs(
                 prompt = next(remaining_prompts, _END)
                 if is_over := prompt is _END:
                     break
-                arguments: Mapping[str, Any] = {}
-                if (
-                    isinstance(prompt, tuple)
-                    and len(prompt) == 2
-                    and isinstance(prompt[1], Mapping)
-                ):
-                    prompt, arguments = prompt
+                pair = prompt if isinstance(prompt, tuple) and len(prompt) == 2 else (prompt, {})
+                prompt, arguments = pair if isinstance(pair[1], Mapping) else (prompt, {})
                 number, n_read = n_read, n_read + 1
                 try:
                     running[number] = engine.add(prompt, **{**kwargs, **arguments})
@@ -128,8 +123,8 @@ def outputs(
                 on_events(engine.step())
                 for number in [n for n, request in running.items() if request.done]:
                     finished[number] = output = engine.result(running.pop(number))
-                    if isinstance(error := output.error, InvalidScoresError):
-                        output.error = InvalidScoresError(error.rows, error.step, number)
+                    if isinstance(failure := output.error, InvalidScoresError):
+                        output.error = InvalidScoresError(failure.rows, failure.step, number)
             while finished:
                 number = n_yielded if in_order else next(iter(finished))
                 if number not in finished:

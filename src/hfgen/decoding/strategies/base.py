@@ -79,10 +79,9 @@ def padding(run: Run) -> torch.Tensor | None:
 
 
 class InvalidScoresError(ValueError, RuntimeError):
-    """No token can be chosen from a row of scores. Upstream's sampling raises RuntimeError here."""
+    """No token can be chosen from ``rows`` of scores (of prompt number ``prompt``). Upstream raises RuntimeError here."""
 
     def __init__(self, rows: list[int], step: int, prompt: int | None = None) -> None:
-        """``prompt``: the number of that one of many whose sequences ``rows`` are."""
         self.rows, self.step, self.prompt = rows, step, prompt
         of_prompt = "" if prompt is None else f" of prompt {prompt}"
         super().__init__(

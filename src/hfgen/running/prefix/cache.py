@@ -7,7 +7,6 @@ compute a checksum.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import tempfile
@@ -31,6 +30,8 @@ from ...settings.fields import FieldError
 from .radix import Forest, KeyValues, Match, Node
 
 FORMAT = "hfgen prefixes 2"
+#: Errors while a damaged file is read.
+DAMAGE = (SafetensorError, json.JSONDecodeError, KeyError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +175,7 @@ class PrefixCache:
             with safe_open(path, framework="pt") as file:
                 entries = _read_metadata(path, file.metadata() or {}, model)
                 _read_nodes(prefixes._forest, path, file, entries, model)
-        except (
-            SafetensorError,
-            json.JSONDecodeError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ) as error:
+        except DAMAGE as error:
             reason = f"it is damaged, or no safetensors file ({error})"
             raise NotAPrefixFile(path, reason) from error
         for node in list(prefixes._forest.nodes):  # came with the most recently used first
@@ -227,16 +222,14 @@ def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[dict[st
 def _layout(model: Any) -> list[tuple[torch.dtype, torch.Size]]:
     """The dtypes of the model's keys and values, and their heads and sizes; forwards a token."""
     media, cache = families.placeholder_tokens(model), DynamicCache(config=model.config)
-    token = next(token for token in itertools.count() if token not in media)
+    token = min({*range(len(media) + 1)} - {*media})
     ids = torch.full((1, 1), token, device=families.device_of(model))
     model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True)
     layers = [layer for layer in cache.layers if not isinstance(layer, families.EMPTY_LAYERS)]
     return [(s.dtype, s.shape[1::2]) for layer in layers for s in (layer.keys, layer.values)]
 
 
-def _read_nodes(
-    forest: Forest, path: Any, file: Any, entries: list[dict[str, Any]], model: Any
-) -> None:
+def _read_nodes(forest: Forest, path: Any, file: Any, entries: list[Any], model: Any) -> None:
     """Attach the nodes that fit, each after its parent; all are verified."""
     identity = fingerprint.identity(model)
     n_states = len(file.keys()) // max(len(entries), 1) - 1
@@ -255,9 +248,7 @@ def _read_nodes(
         layout = [(s.dtype, s.shape[::2]) for s in states]
         is_sound = all(s.ndim == 3 and s.shape[1] == n and s.is_floating_point() for s in states)
         if not n or not is_sound or layout != expected:
-            raise NotAPrefixFile(
-                path, f"node {index} does not have the model's states of each token"
-            )
+            raise NotAPrefixFile(path, f"node {index} does not have states of the model's shape")
         node = Node(tokens, tuple(s.to(model.device) for s in states))
         parent = nodes.get(entry["parent"])
         if parent is None and entry["parent"] != -1:

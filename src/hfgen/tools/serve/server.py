@@ -184,10 +184,8 @@ class Server(uvicorn.Server):
         if not self.hurry.is_set():
             faulthandler.cancel_dump_traceback_later()
 
-    async def stop_with_engine(self) -> None:
-        """Stop when the engine's thread has ended."""
-        await self.service.ended.wait()
-        self.should_exit = True
+    async def on_tick(self, counter: int) -> bool:
+        return self.service.ended.is_set() or await super().on_tick(counter)
 
 
 async def serve(
@@ -227,9 +225,7 @@ async def serve(
             limit_concurrency=limits.max_connections,
         )
         server = Server(config, service, limits.grace_seconds, on_start)
-        watching = asyncio.ensure_future(server.stop_with_engine())
         await server.serve([listener])
-        watching.cancel()
     if service.error is not None:
         message = f"the engine has failed: {type(service.error).__name__}: {service.error}"
         raise EngineError(message) from service.error
