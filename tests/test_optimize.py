@@ -655,7 +655,7 @@ def test_errors_by_name(monkeypatch):
     with pytest.raises(TypeError, match="kernels must be a name, or names by layer, got 3"):
         hfgen.optimize(plain, kernels=3)
     for kernel in ("dynamic", {"lm_head": "dynamic"}, {"lm_head": None}):
-        with pytest.raises(ValueError, match=r"is none of 'own', 'onednn', 'bf16', "):
+        with pytest.raises(ValueError, match=r"is none of 'own', 'onednn', 'fp32', "):
             hfgen.optimize(plain, kernels=kernel)
     with pytest.raises(ValueError, match="'lm_haed' cannot have one, the model has no such"):
         hfgen.optimize(plain, kernels={"lm_haed": "fp16"})
@@ -703,7 +703,8 @@ def test_shapes_that_int4_does_not_take():
     need("int4")
     odd = nn.Sequential(nn.Linear(33, 64), nn.Linear(64, 32))
     hfgen.optimize(odd, weights="int4")
-    assert odd.optimization.kernels == {"0": "onednn", "1": "int4"}
+    assert odd.optimization.kernels["1"] == "int4"
+    assert odd.optimization.kernels["0"] in ("fp32", "onednn")  # by the processor
     with pytest.raises(ValueError, match=r"int4' fits no layer: of '0\.weight'.*groups of 32"):
         hfgen.optimize(nn.Sequential(nn.Linear(33, 64)), weights="int4")
 
