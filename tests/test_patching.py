@@ -305,6 +305,27 @@ def test_forward_hooks_are_kept(model: Any) -> None:
     assert calls == ["before", "after"] * 6
 
 
+def test_a_head_whose_weight_is_a_method(model: Any) -> None:
+    """As in torch's quantised layers, which unpack it."""
+
+    class Packed(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def weight(self) -> Any:
+            return self.layer.weight
+
+        def forward(self, states: Tensor) -> Any:
+            return self.layer(states)
+
+    model.lm_head = Packed(model.lm_head)
+    for options in ({}, {"num_beams": 2}):
+        expected = generated(model, inputs=IDS, **options)
+        mixed = hfgen.mix_into(copy.deepcopy(model))
+        assert torch.equal(generated(mixed, inputs=IDS, **options), expected)
+
+
 def test_replaced_forward_is_kept(model: Any) -> None:
     forward, calls = model.forward, []
 

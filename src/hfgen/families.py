@@ -87,10 +87,12 @@ def is_sharded(model: Any) -> bool:
     return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, modules_of(model)))
 
 
-def whole_shape(weight: torch.Tensor) -> Sequence[int]:
-    """The shape of a parameter, of which there may be a part here; ZeRO-3 leaves it empty between forwards."""
-    shape: Sequence[int] = getattr(weight, "ds_shape", weight.shape)
-    return shape
+def head_width(model: Any) -> int | None:
+    """How many tokens the language modelling head scores; ``None`` if it has no weight that tells."""
+    weight = getattr(output_embeddings(model), "weight", None)
+    if not isinstance(weight, torch.Tensor):  # torch's quantised layers have a method of this name
+        return None
+    return int(getattr(weight, "ds_shape", weight.shape)[0])  # ZeRO-3 leaves it empty here
 
 
 def tensor_parallel_group(model: Any) -> Any:

@@ -15,10 +15,7 @@ INCOMPLETE = "\ufffd"
 
 def n_scores(model: Any) -> int:
     """The width of the model's logits."""
-    weight = getattr(families.output_embeddings(model), "weight", None)
-    if weight is None:
-        return int(model.config.get_text_config().vocab_size)
-    return int(families.whole_shape(weight)[0])
+    return families.head_width(model) or int(model.config.get_text_config().vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
