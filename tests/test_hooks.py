@@ -632,6 +632,22 @@ def test_an_override_may_return_one_function(mode: str) -> None:
     assert is_same(outcome(mine, **given), expected)
 
 
+def test_assisted_decoding_takes_its_arguments_by_position() -> None:
+    def assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names = [*inspect.signature(transformers.GenerationMixin._assisted_decoding).parameters]
+        named = [kwargs.pop(name, None) for name in names[1 + len(args) : -1]]
+        return super(type(self), self)._assisted_decoding(*args, *named, **kwargs)
+
+    given, outcomes = prompt("llama"), []
+    for model in (upstream("llama"), ours("llama")):
+        members = {"_assisted_decoding": assisted_decoding}
+        model.__class__ = type("Mine", (type(model),), members)
+        drafts = {"assistant_model": upstream("llama")}, {"prompt_lookup_num_tokens": 3}
+        outcomes.append([outcome(model, **given, **drafting) for drafting in drafts])
+    assert not any(isinstance(each, Exception) for each in outcomes[0]), outcomes[0]
+    assert is_same(*outcomes)
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_an_override_gets_contiguous_ids(use_cache: bool) -> None:
     def flat(base: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -97,17 +97,20 @@ def _hook(mode: Mode) -> Callable[..., Any]:
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
+        *others: Any,
         **model_kwargs: Any,
     ) -> GenerateOutput | torch.Tensor:
         functions = logits_processor, stopping_criteria
         kwargs = model_kwargs | {"streamer": streamer}
+        kwargs |= dict(zip(names[: len(others)], others, strict=True))
         run = Run.of(self, input_ids, *functions, generation_config, synced_gpus, kwargs)
         return finish(run, mode.start(run, kwargs))
 
     summary = (mode.strategy.__doc__ or "").partition("\n")[0]
     decode.__name__, decode.__doc__ = mode.hook, f"{summary} Returns what ``generate`` returns."
-    if (upstreams := vars(transformers.GenerationMixin).get(mode.hook)) is not None:
-        decode.__signature__ = inspect.signature(upstreams)  # type: ignore[attr-defined]
+    signature = inspect.signature(vars(transformers.GenerationMixin).get(mode.hook, decode))
+    decode.__signature__ = signature  # type: ignore[attr-defined]
+    names = [*signature.parameters][7:-1]  # of upstream's that may come by position
     return decode
 
 
