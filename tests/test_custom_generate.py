@@ -219,6 +219,26 @@ def test_the_config_may_be_pickled_and_copied_while_the_call_runs(mine: Any) -> 
     assert repr(copies) == repr([config, config])
 
 
+def test_a_callable_that_counts_as_false_decodes(mine: Any) -> None:
+    """As a list of modules that is empty does."""
+
+    class Method(nn.ModuleList):
+        def forward(self, model: Any, input_ids: Tensor, **_: Any) -> str:
+            return "decoded"
+
+    assert mine.generate(IDS, custom_generate=Method()) == "decoded"
+
+
+def test_a_config_without_defaults_gets_a_cache(theirs: Any, mine: Any) -> None:
+    """Code that decodes by itself passes what the model has, and not what ``generate`` makes of it."""
+    for model in (theirs, mine):
+        for config in (GenerationConfig(), model.generation_config):
+            model_kwargs: dict[str, Any] = {}
+            mode = config.get_generation_mode()
+            model._prepare_cache_for_generation(config, model_kwargs, mode, 2, 12)
+            assert isinstance(model_kwargs["past_key_values"], transformers.DynamicCache)
+
+
 def test_an_unknown_argument_is_refused(theirs: Any, mine: Any) -> None:
     for model in (theirs, mine):
         with pytest.raises(ValueError, match="evry"):

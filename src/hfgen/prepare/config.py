@@ -68,7 +68,8 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
     else:
         config.do_sample = any(params.values("do_sample"))
         mode = MODES[rows.common_mode(params, config.do_sample, request.assistant_model)]
-    method: Any = request.custom_generate or mode.method_of(type(model))
+    custom: Any = request.custom_generate
+    method = mode.method_of(type(model)) if custom is None else custom
     has_defaults = request.has_default_lengths(model)
     return Call(request, config, mode, mode_kwargs, *has_defaults, method, params), model_kwargs
 
