@@ -43,6 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "stops": {"stop": ["\n"], "repetition_penalty": 1.2, "logprobs": 1},
     "drafts": {"prompt_lookup_num_tokens": 3, "do_sample": True, "seed": 5},
+    "a folder": {"cache_implementation": "offloaded", "cache_config": {"path": "."}},
 }
 
 
@@ -202,6 +203,7 @@ FORGED: dict[str, dict[str, Any]] = {
     "an unknown key": {"model_path": "/etc/passwd"},
     "a missing key": {"weights": None},
     "code": {"parameters": [{"custom_generate": "evil/repo"}]},
+    "a folder": {"parameters": [{"cache_config": {"path": "/tmp"}}]},
     "a class": {"parameters": [{"__class__": "os.system"}]},
     "numbers for texts": {"versions": {"torch": 2}},
     "a list for a dict": {"machine": []},

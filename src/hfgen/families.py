@@ -71,12 +71,6 @@ def modules_of(model: Any) -> Iterable[nn.Module]:
     return model.modules() if isinstance(model, nn.Module) else ()
 
 
-def output_embeddings(model: Any) -> Any:
-    """The language modelling head; ``None`` if there is none, or the class does not tell."""
-    get = getattr(model, "get_output_embeddings", None)
-    return None if get is None else get()
-
-
 def is_sharded(model: Any) -> bool:
     """Whether parameters live on several devices that have to forward in step (ZeRO-3, FSDP).
 
@@ -89,7 +83,7 @@ def is_sharded(model: Any) -> bool:
 
 def head_width(model: Any) -> int | None:
     """How many tokens the language modelling head scores; ``None`` if it has no weight that tells."""
-    weight = getattr(output_embeddings(model), "weight", None)
+    weight = getattr(getattr(model, "get_output_embeddings", lambda: None)(), "weight", None)
     if not isinstance(weight, torch.Tensor):  # torch's quantised layers have a method of this name
         return None
     return int(getattr(weight, "ds_shape", weight.shape)[0])  # ZeRO-3 leaves it empty here

@@ -75,6 +75,8 @@ class Card:
                 raise CardError(f"{name!r} of a card has to be {kind}, but is {value!r:.80}.")
         if odd := sorted({name for config in values["parameters"] for name in config} - {*FIELDS}):
             raise CardError(f"{odd[0]!r} in the parameters is no field of a generation config.")
+        if any("path" in str(config.get("cache_config")) for config in values["parameters"]):
+            raise CardError("A card names no folder, but `cache_config` of this one does.")
         return cls(**values)
 
 
@@ -143,6 +145,8 @@ def beside(run: Run) -> list[str]:
 
 def _set_values(config: Any) -> dict[str, Any]:
     values = config.to_diff_dict()
+    if values.get("cache_implementation") == "offloaded":
+        values.pop("cache_config", None)  # a folder
     unsaved = [*UNSAVED, "max_length"] if values.get("max_new_tokens") is not None else UNSAVED
     return {name: value for name, value in values.items() if name not in unsaved and name[0] != "_"}
 

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from ... import families
 from ...running import last_logits
 from ...state.run import Run
 from .sample import Sample
@@ -30,7 +29,7 @@ class Dola(Sample):
         layers, name = config.dola_layers, type(model).__name__
         if model.config.is_encoder_decoder:
             yield f"DoLa (`dola_layers`={layers!r}) is for decoder-only models; {name} is an encoder-decoder."
-        if families.output_embeddings(model) is None:
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
             yield f"DoLa (`dola_layers`={layers!r}) reads layers by output embeddings, and {name} has none."
         n_layers = model.config.get_text_config().num_hidden_layers
         is_list = isinstance(layers, list | tuple) and len(layers) > 0

@@ -222,7 +222,6 @@ def prepare_cache_for_generation(
                 "ignored."
             )
         return
-    # A config that is not `generate`'s has no defaults.
     expand_size = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     is_contrastive = generation_mode is GenerationMode.CONTRASTIVE_SEARCH
     if is_contrastive and not generation_config.low_memory:  # a row for each candidate

@@ -159,9 +159,9 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
 def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise for a field of the config that names a token which the model does not have."""
     model_kwargs = prompt.model_kwargs
-    if (size := families.head_width(model)) is None:
+    size, idle = families.head_width(model), set()
+    if size is None:
         return
-    idle = set()
     is_encoder_decoder = model.config.is_encoder_decoder
     first = model_kwargs.get("decoder_input_ids") if is_encoder_decoder else prompt.main_input
     if first is not None and first.shape[1] != 1:  # without ids: the start token
