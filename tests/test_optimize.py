@@ -527,21 +527,23 @@ def test_threads():
 
 
 @pytest.mark.parametrize(
-    ("weights", "dtype", "lanes", "chosen"),
+    ("weights", "dtype", "lanes", "multiplies", "chosen"),
     [
-        (None, torch.float32, 8, ["bf16", "fp16", "fp32", "onednn"]),
-        (None, torch.float32, 4, ["onednn"]),
-        (None, torch.bfloat16, 16, ["bf16", "fp16", "fp32", "onednn"]),
-        (None, torch.float16, 8, ["fp16"]),
-        ("fp16", torch.float16, 8, ["fp16", "fp16, rounded", "fp16"]),
-        ("int8", torch.bfloat16, 4, ["int8", "onednn"]),
-        ("int4", torch.float32, 4, ["int4", "onednn"]),
+        (None, torch.float32, 8, False, ["bf16", "fp16", "fp32", "onednn"]),
+        (None, torch.float32, 4, False, ["onednn"]),
+        (None, torch.bfloat16, 16, True, ["bf16", "fp16", "fp32", "onednn"]),
+        (None, torch.float16, 8, False, ["fp16"]),
+        (None, torch.float16, 16, True, []),
+        ("fp16", torch.float16, 8, False, ["fp16", "fp16, rounded", "fp16"]),
+        ("int8", torch.bfloat16, 4, False, ["int8", "onednn"]),
+        ("int4", torch.float32, 4, True, ["int4", "onednn"]),
     ],
 )
-def test_type_and_processor_decide(monkeypatch, weights, dtype, lanes, chosen):
+def test_type_and_processor_decide(monkeypatch, weights, dtype, lanes, multiplies, chosen):
+    """``multiplies``: oneDNN does so on this processor, in 16 bits."""
     monkeypatch.setattr(kernels, "works", lambda name: True)
     monkeypatch.setattr(kernels.native, "LANES", lanes)
-    monkeypatch.setattr(kernels, "_mkldnn_has", lambda name: False)
+    monkeypatch.setattr(kernels, "_mkldnn_has", lambda name: multiplies)
     assert [kernel.name for kernel in kernels.preferred(weights, dtype)] == chosen
 
 

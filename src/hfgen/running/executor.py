@@ -128,7 +128,10 @@ def forward_prompt(
     model_kwargs: ModelKwargs,
     is_first_iteration: bool = True,
 ) -> ModelOutput:
-    """Forward what the cache lacks of a prompt, given in full or as its new tokens: the hook ``_prefill``."""
+    """Forward the part of a prompt that the cache does not hold; return the last outputs.
+
+    The hook ``_prefill``. A continued prompt comes in full, or as its new tokens with a mask over all of it.
+    """
     reads_embeds = is_first_iteration and not self.config.is_encoder_decoder
     embeds = model_kwargs.get("inputs_embeds") if reads_embeds else None
     new_length = uncached_length(self, input_ids, generation_config, model_kwargs, embeds)

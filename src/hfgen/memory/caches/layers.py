@@ -196,7 +196,10 @@ def n_keys(cache: Any) -> list[int]:
 
 
 def check_growth(cache: Any, before: Sequence[int], n_tokens: int, model: Any) -> None:
-    """Raise ``ValueError`` if a layer lacks keys of the ``n_tokens`` forwarded since ``n_keys`` was ``before``."""
+    """Raise ``ValueError`` if a layer lacks keys of the ``n_tokens`` forwarded since ``n_keys`` was ``before``.
+
+    Layers of the ``model`` that hold images do not grow.
+    """
     after = n_keys(cache)
     if len(set(after)) == 1 and after == [old + n_tokens for old in before]:  # most steps
         return
