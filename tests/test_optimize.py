@@ -728,9 +728,12 @@ def test_int8_weights_of_a_model_in_float16():
         assert (result - layer(x)).abs().max() < 0.1
 
 
-def test_native_products_refuse_other_types():
+def test_native_products_refuse_other_types_and_shapes():
     need("fp32")
     product = native.of_numbers(torch.randn(4, 6), torch.float32)
+    for x, bias in ((torch.randn(2, 9), None), (torch.randn(2, 6), torch.randn(3))):
+        with pytest.raises(RuntimeError, match="shapes that do not fit"):
+            product(x, bias)
     for x in (torch.randn(2, 6).double(), torch.ones(2, 6, dtype=torch.int16)):
         with pytest.raises(RuntimeError, match="numbers of float32, bfloat16 and float16"):
             product(x, None)

@@ -37,9 +37,12 @@ struct Call {
   int64_t n_in, n_out, n_rows;
   std::vector<float> bias;  // as wide as the panels, or empty
 
-  Call(const Tensor& x, const std::optional<Tensor>& added, int64_t n_out)
+  Call(const Tensor& x, const std::optional<Tensor>& added, const Tensor& weights, int64_t n_out)
       : rows(dense(x)), result(room(rows, n_out)), inputs(rows), outputs(result), n_in(x.size(-1)), n_out(n_out),
         n_rows(n_in ? rows.numel() / n_in : 0) {
+    bool fits = weights.size(1) * weights.size(3) >= n_in && weights.size(0) * PANEL >= n_out;
+    fits = fits && (!added || added->numel() == n_out);
+    STD_TORCH_CHECK(fits, "hfgen's product got shapes that do not fit each other");
     if (!added) return;
     Tensor values = dense(*added);
     bias.resize((n_out + PANEL - 1) / PANEL * PANEL);
@@ -135,7 +138,7 @@ void multiply(const Call& call, const Weight* weights, const Input* x) {
 
 // x (..., n_in) by weights (panels, n_in / INPUTS, PANEL, INPUTS).
 Tensor linear(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, int64_t n_out) {
-  Call call(x, bias, n_out);
+  Call call(x, bias, weights, n_out);
   std::vector<float> room;
   Numbers(weights).with([&](auto* packed) {
     if constexpr (HAS_BFLOAT16_PRODUCTS && std::is_same_v<decltype(packed), BFloat16*>)
@@ -189,7 +192,7 @@ inline float quantize(const float* x, int64_t n, uint8_t* bytes) {
 // offsets (outputs,): what a step of the weight is worth, and -128 times the sum of the weights.
 Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, const Tensor& scales,
                const Tensor& offsets, int64_t n_out) {
-  Call call(x, bias, n_out);
+  Call call(x, bias, weights, n_out);
   int64_t n_words = weights.size(1);
   auto packed = static_cast<const int8_t*>(weights.data_ptr());
   auto scale = static_cast<const float*>(scales.data_ptr());
