@@ -599,8 +599,10 @@ def drawn(rng: random.Random) -> tuple[str, bytes]:
                 body.pop(rng.choice([*body, "x"]), None)
             case 3:
                 body |= {name: rng.choice(VALUES) for name in rng.sample(FIELDS, 2)}
-    if isinstance(tokens := body.get("max_tokens"), int) and tokens > 20:
-        body["max_tokens"] = 3
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    tokens = body.get(limit)
+    if tokens is None or (isinstance(tokens, int) and tokens > 20):
+        body[limit] = 3  # an answer of the model's whole length can outlast the client's patience
     content = json.dumps(body).encode()
     if rng.random() < 0.05:  # no JSON, or no UTF-8
         place = rng.randrange(len(content))
