@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import hfgen
 from hfgen import Ablate, Edit, Patch, Record, Steer
@@ -260,15 +261,16 @@ def test_an_ablated_direction_is_gone_and_a_function_is_told_where(model: Any) -
     assert seen[1:] == [([0, 1], [[7 + i], [7 - n + i]], [True]) for i in range(5)]
 
 
+@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("name", ["llama", "mamba"])
-def test_embeddings_are_a_prompt_with_padding(name: str) -> None:
+def test_embeddings_are_a_prompt(name: str, padded: bool) -> None:
     model, seen = ours(name), []
 
     def note(hidden: Tensor, where: hfgen.Where) -> Tensor:
         seen.append((where.positions.tolist(), where.is_generated.tolist()))
         return hidden
 
-    inputs = inputs_of(name)
+    inputs = inputs_of(name, padded=padded)
     calls = []
     for prompt in inputs["input_ids"], model.get_input_embeddings()(inputs["input_ids"]):
         kind = "inputs_embeds" if prompt.is_floating_point() else "input_ids"
@@ -278,8 +280,51 @@ def test_embeddings_are_a_prompt_with_padding(name: str) -> None:
         seen.clear()
     assert calls[0] == calls[1]
     positions, is_generated = calls[0][0]
-    assert min(map(min, positions)) < 0
+    assert (min(map(min, positions)) < 0) is padded
     assert is_generated == [False] * 9
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_tokens_in_a_cache_are_of_the_prompt(model: Any, padded: bool) -> None:
+    inputs, seen = text_prompt(90, 2, True, 4, length=7), []
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    mask = mask if padded else torch.ones_like(mask)
+
+    def note(hidden: Tensor, where: hfgen.Where) -> Tensor:
+        seen.append((where.positions[:, -3:].tolist(), where.is_generated[-3:].tolist()))
+        return hidden
+
+    asked = {**ASKED, "attention_mask": mask, "interventions": [Edit("model.layers.0", note)]}
+    model.generate(ids, **asked)
+    whole, cache = [*seen], DynamicCache(config=model.config)
+    seen.clear()
+    model(input_ids=ids[:, :4], attention_mask=mask[:, :4], past_key_values=cache)
+    model.generate(ids[:, 4:], **asked, past_key_values=cache)
+    assert seen == whole
+
+
+def test_a_text_that_is_not_all_in_its_ids_is_not_recorded(model: Any) -> None:
+    ids, cache = tiny.prompt(2, 7), DynamicCache(config=model.config)
+    asked = {**ASKED, "return_dict_in_generate": True, "record": "model.layers.1"}
+    expected = model.generate(ids, **asked).activations["model.layers.1"]
+    model(input_ids=ids[:, :4], past_key_values=cache)
+    held = {"attention_mask": torch.ones_like(ids), "past_key_values": cache}
+    with pytest.raises(ValueError, match=r"`input_ids` \(3 of 7\) lack"):
+        model.generate(ids[:, 4:], **asked, **held)
+    found = model.generate(ids, **asked, **held).activations["model.layers.1"]
+    torch.testing.assert_close(found, expected)
+
+
+def test_padding_amid_a_prompt_is_not_recorded(model: Any) -> None:
+    ids, mask = tiny.prompt(2, 7), torch.ones(2, 7, dtype=torch.long)
+    mask[0, 3] = mask[1, 6] = 0
+    seen: list[Tensor] = []
+    handle = model.model.layers[1].register_forward_hook(lambda _, __, out: seen.append(out))
+    asked = {"record": "model.layers.1", "return_dict_in_generate": True, "max_new_tokens": 1}
+    output = model.generate(ids, attention_mask=mask, **asked)
+    handle.remove()
+    for row, found in enumerate(output.activations["model.layers.1"]):
+        torch.testing.assert_close(found[:6], seen[0][row][mask[row] == 1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

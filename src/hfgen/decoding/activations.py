@@ -66,6 +66,13 @@ def of_call(model: Any, call: Call) -> Record | None:
     others = {n: v for n, v in prompt.model_kwargs.items() if n not in OF_TEXT}
     if media := sorted(n for n, v in others.items() if not (v is None or isinstance(v, bool))):
         raise ValueError(f"`record` forwards the finished text alone, but the prompt has {media}.")
+    mask = prompt.model_kwargs.get("attention_mask")
+    length = getattr(config, "_mask_length", None) if mask is None else mask.shape[-1]
+    if length not in (None, prompt.ids.shape[1]) and not model.config.is_encoder_decoder:
+        raise ValueError(
+            f"`record` forwards the finished text alone, but `past_key_values` holds tokens that `input_ids` "
+            f"({prompt.ids.shape[1]} of {length}) lack: pass them all."
+        )
     n_rows = prompt.batch_size * (config.num_return_sequences or 1)
     width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 1)
     n_bytes = len(names) * n_rows * config.max_length * width * model.dtype.itemsize
@@ -103,10 +110,11 @@ class Recorder(Observer):
         call: Any = run.call
         kwargs, prompt_row = call.prompt.model_kwargs, row * n_prompts // n
         prefix = "decoder_" if run.is_encoder_decoder else ""
-        n_padding, mask = 0, kwargs.get(prefix + "attention_mask")
+        sequence, mask = sequences[row : row + 1], kwargs.get(prefix + "attention_mask")
+        prompt = sequence[:, :prompt_length]
         if mask is not None and mask.shape == run.prompts.shape:
-            n_padding = int((mask[prompt_row].cumsum(dim=0) == 0).sum())
-        ids = sequences[row : row + 1, n_padding : prompt_length + n_new]
+            prompt = prompt[:, mask[prompt_row] != 0]
+        ids = torch.cat([prompt, sequence[:, prompt_length : prompt_length + n_new]], dim=1)
         inputs: dict[str, Any] = {
             prefix + "input_ids": ids,
             prefix + "attention_mask": torch.ones_like(ids),
@@ -123,8 +131,8 @@ class Recorder(Observer):
         found: dict[str, Tensor] = {}
         with ExitStack() as stack:
             if (interventions := call.interventions) is not None:
-                place, prompt = prompt_length - n_padding, row * call.prompt.batch_size // n
-                hooks = interventions.on(model, ids.new_zeros(1), place, first_prompt=prompt)
+                number, no_padding = row * call.prompt.batch_size // n, ids.new_zeros(1)
+                hooks = interventions.on(model, no_padding, prompt.shape[1], first_prompt=number)
                 stack.enter_context(hooks)
             for name, module in modules.items():
 

@@ -232,8 +232,9 @@ class Interventions:
     def during(self, run: Run, steps: Iterator[Any]) -> Generator[Any, None, None]:
         """Yield what ``steps`` yields, with the hooks on the model only while it decodes."""
         mask = run.mask
-        if mask is None or mask.ndim != 2:
-            mask = torch.ones_like(run.ids)
+        if mask is None or mask.ndim != 2:  # one of ones was dropped
+            length = getattr(run.config, "_mask_length", run.ids.shape[1])
+            mask = run.ids.new_ones(len(run.ids), length)
         padding = (mask[:: len(mask) // self.n_prompts].cumsum(dim=1) == 0).sum(dim=1)
         n_without_ids = mask.shape[1] - run.ids.shape[1]  # embeddings, or what a cache holds
         prompt_length = run.prompts.shape[1] + n_without_ids
