@@ -73,10 +73,13 @@ def test_numbers_of_other_types_become_plain():
         top_k=numpy.int64(5),
         typical_p=numpy.float32(0.5),
         eos_token_id=torch.tensor([3, 4]),
+        seed=torch.tensor(6),
+        prefill_chunk_size=torch.tensor(4),
     )
-    found = (config.max_new_tokens, config.num_beams, config.top_k, config.typical_p)
-    assert found == (8, 2, 5, 0.5)
-    assert [type(value) for value in found] == [int, int, int, float]
+    names = "max_new_tokens num_beams top_k seed prefill_chunk_size typical_p".split()
+    found = [getattr(config, name) for name in names]
+    assert found == [8, 2, 5, 6, 4, 0.5]
+    assert [type(value) for value in found] == [*[int] * 5, float]
     assert config.eos_token_id == [3, 4]
 
 

@@ -177,7 +177,7 @@ PER_CALL: dict[str, Field] = {
     "cache_implementation": Field(of.ANY),
     "cache_config": Field(of.ANY),
     "max_cache_len": Field(of.INTEGER),
-    "prefill_chunk_size": Field(of.SIZE, Range("at least 1", lambda n: 1 <= n < 2**63)),
+    "prefill_chunk_size": Field(of.SIZE, Range("at least 1", lambda n: 1 <= int(n) < 2**63)),
     # Output
     "output_attentions": Field(of.FLAG_OR_LAYERS),
     "output_hidden_states": Field(of.FLAG_OR_LAYERS),

@@ -265,7 +265,7 @@ GRAMMAR = Kind(
 #: Of which scores log-probabilities are: the model's, or as processors leave them; or these as they are.
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
-INT64 = Range("from 0 to 2**63 - 1", lambda n: 0 <= n < 2**63)
+INT64 = Range("from 0 to 2**63 - 1", lambda n: 0 <= int(n) < 2**63)
 
 #: More sequences than this fit into no memory.
 MAX_ROWS = 2**24
