@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 import hfgen
 from hfgen import GenerationConfig
@@ -192,6 +197,18 @@ def test_rows_with_things_of_the_callers(model: Any, seed: int) -> None:
         alone = model.generate(row, generation_config=config, **functions)[0, row.shape[1] :]
         start = batch["input_ids"].shape[1]
         assert torch.equal(together[index, start : start + len(alone)], alone)
+
+
+def test_each_row_has_its_own_watermark(model: Any) -> None:
+    rows = tiny.prompt(4)
+    greens = [WatermarkingConfig(bias=8.0, hashing_key=key) for key in (3, 5)]
+    keys = [[3, 4], [90, 91]]
+    tournaments = [SynthIDTextWatermarkingConfig(ngram_len=3, keys=each) for each in keys]
+    values = {"max_new_tokens": 8, "do_sample": True, "seed": 4, "pad_token_id": 0}
+    together = model.generate(rows, **values, watermarking_config=[*greens, *tournaments])
+    for row, tokens, mark in zip(rows, together, [*greens, *tournaments], strict=True):
+        alone = model.generate(row[None], **values, watermarking_config=mark)[0]
+        assert torch.equal(tokens[: len(alone)], alone)
 
 
 def test_texts_stops_and_reasons_of_each_prompt() -> None:
