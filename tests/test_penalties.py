@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -259,6 +260,35 @@ def test_rows_with_penalties_are_solo_calls(model: Any, name: str, drafts: dict[
     for pad in (0, int(solo[1][0]), int(solo[1][9])):  # also tokens that the padded row generates
         ours = generate(model, **options, pad_token_id=pad)
         assert ours[:, 7:].tolist() == [row.tolist() for row in solo]
+
+
+@pytest.mark.parametrize("held", ["embeddings", "cache"])
+@pytest.mark.parametrize("name", ["repetition", *PENALTIES])
+def test_padding_that_is_not_among_the_ids_spares_no_token(
+    model: Any, name: str, held: str
+) -> None:
+    penalties = {"repetition": {"repetition_penalty": 1.8}, **PENALTIES}[name]
+    asked = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0, **penalties}
+    ids, mask = tiny.prompt(2, 9), torch.ones(2, 9, dtype=torch.long)
+    ids[1, 5:] = ids[1, 5]
+    ids[1, :4] = mask[1, :4] = 0
+
+    def generated(row: slice, start: int) -> list[int]:
+        part, shown = ids[row, start:], mask[row, start:]
+        if held == "embeddings":
+            prompt = {"inputs_embeds": model.get_input_embeddings()(part)}
+        else:
+            n, cache = 5 - start, transformers.DynamicCache(config=model.config)
+            first = {"input_ids": part[:, :n], "attention_mask": shown[:, :n]}
+            positions = (shown[:, :n].cumsum(1) - 1).clamp(min=0)
+            model(**first, position_ids=positions, past_key_values=cache)
+            prompt = {"input_ids": part[:, n:], "past_key_values": cache}
+        tokens = model.generate(**prompt, attention_mask=shown, **asked)[-1].tolist()
+        return tokens[-30:]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # penalties count generated tokens only
+        assert generated(slice(2), 0) == generated(slice(1, 2), 4)
 
 
 @pytest.mark.parametrize("name", ["tokens of the prompt", "n-grams of the prompt", "n-grams of 1"])

@@ -171,7 +171,8 @@ def test_repetition_penalty() -> None:
 @since_5_23
 def test_repetition_penalty_leaves_left_pads_out() -> None:
     mask = torch.tensor([[0, 1], [1, 1]])
-    processor = build({"repetition_penalty": 2.0}, model_kwargs={"attention_mask": mask})
+    inputs = {"prompt_length": 2, "model_kwargs": {"attention_mask": mask}}
+    processor = build({"repetition_penalty": 2.0}, **inputs)
     check(processor, [[0, 1], [0, 1]], [[4.0, 4.0, 4.0]] * 2, [[4.0, 2.0, 4.0], [2.0, 2.0, 4.0]])
     with pytest.raises(ValueError, match=r"has 2 rows, the input ids 3"):
         processor(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 3))
@@ -189,9 +190,8 @@ def test_repetition_penalty_of_an_encoder_decoder_reads_the_decoder_mask() -> No
         "attention_mask": torch.tensor([[0, 0, 1]]),
         "decoder_attention_mask": torch.tensor([[0, 1]]),
     }
-    processor = build(
-        {"repetition_penalty": 2.0}, model=Model(is_encoder_decoder=True), model_kwargs=masks
-    )
+    inputs = {"prompt_length": 2, "model_kwargs": masks}
+    processor = build({"repetition_penalty": 2.0}, model=Model(is_encoder_decoder=True), **inputs)
     check(processor, [[0, 1]], [[4.0, 4.0]], [[4.0, 2.0]])
 
 

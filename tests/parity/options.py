@@ -632,6 +632,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("hidden_states", INTENDED + "upstream's first round gives those of the prompt", _assisted()),
     Exclusion("attentions", INTENDED + "upstream's first round gives those of the prompt", _assisted()),
     *(Exclusion(name, INTENDED + "padding does not count", lambda f, c: c.padded or not {"pad_token_id", "mask", "decoder_ids"}.isdisjoint(c.options)) for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty")),
+    Exclusion("repetition_penalty", INTENDED + "columns of embeddings and caches are no ids", lambda f, c: c.padded and (c.options.get("embeds") == "only" or c.options.get("continue") == "new")),
     # one argument, two writers
     *(Exclusion(name, _BOTH_SAME, _with(*_PROMPTS[:i])) for i, name in enumerate(_PROMPTS) if i),
     Exclusion("mask", _BOTH_SAME, _with("no_prompt", "continue", "embeds", "encoder_embeds", "encoder_outputs", "token_healing")),

@@ -69,11 +69,13 @@ class Context:
 
     @property
     def n_pads(self) -> torch.Tensor | None:
-        """``(rows,)``: how many columns of padding each row of the decoder's prompt begins with."""
+        """``(rows,)``: how many columns of padding the ids of each row of the decoder's prompt begin with."""
         is_encoder_decoder = self.model.config.is_encoder_decoder
         name = "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
-        mask = self.model_kwargs.get(name)
-        return None if mask is None else (mask != 0).int().argmax(dim=1)
+        if (mask := self.model_kwargs.get(name)) is None or self.prompt_length == 0:
+            return None  # embeddings have no ids
+        # Of what a cache holds, the mask has columns, and there are no ids.
+        return (mask[:, -self.prompt_length :] != 0).int().argmax(dim=1)
 
     @property
     def min_tokens_to_keep(self) -> int:
