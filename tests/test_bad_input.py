@@ -366,6 +366,7 @@ def _prompts() -> list[tuple[Callable[[], Any], type[Exception], dict[str, Any],
         *((m, RuntimeError, {"inputs_embeds": torch.rand(2, 7, 31)}, "`inputs_embeds` has to be (batch, length, 32), but has shape (2, 7, 31)") for m in everyone),
         *((m, RuntimeError, {"input_ids": IDS, "position_ids": torch.arange(6)[None]}, "`position_ids` has to be (batch, length), (2, 7) here, but has shape (1, 6)") for m in decoders),
         *((m, IndexError, {"input_ids": IDS, "guidance_scale": 2.0, "negative_prompt_ids": outside}, "`negative_prompt_ids[1, 3]` is 97") for m in everyone),
+        *((m, RuntimeError, {"inputs_embeds": torch.rand(2, 7, 32), "guidance_scale": 2.0}, "`guidance_scale` needs `negative_prompt_ids` or `input_ids`") for m in decoders),
         *((m, IndexError, {"input_ids": IDS, "decoder_input_ids": outside}, "`decoder_input_ids[1, 3]` is 97") for m in (tiny.t5, tiny.bart)),
         *((m, RuntimeError, {"input_ids": IDS, "decoder_input_ids": tiny.prompt(3, 4)}, "`decoder_input_ids` has to hold 2 rows of tokens") for m in (tiny.t5, tiny.bart)),
     ]  # fmt: skip

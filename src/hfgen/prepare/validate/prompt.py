@@ -50,7 +50,7 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     if model.config.is_encoder_decoder and model_kwargs.get("decoder_input_ids") is not None:
         _check_decoder_ids(model, prompt)
     _check_fields_with_tokens(model, call, prompt)
-    if is_text and call.request.negative_prompt_ids is not None:
+    if is_text:
         _check_negative_prompt(call, prompt, table)
     has_positions = model_kwargs.get("position_ids") is not None
     if is_text and has_positions and not model.config.is_encoder_decoder:
@@ -111,6 +111,13 @@ def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | Non
     ids: Any = call.request.negative_prompt_ids
     name = "negative_prompt_ids"
     if all(config.guidance_scale in (None, 1) for config in call.configs):
+        return
+    if ids is None:
+        if (own := prompt.model_kwargs.get("input_ids")) is not None and own.shape[1] == 0:
+            raise PromptError(
+                "`guidance_scale` needs `negative_prompt_ids` or `input_ids` beside `inputs_embeds`: without, there "
+                "is no token for the unconditional branch to begin with."
+            )
         return
     _check_ids(name, ids, table)
     n_rows = prompt.batch_size * max(call.config.num_beams, call.config.num_return_sequences)
