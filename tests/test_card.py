@@ -56,6 +56,15 @@ def test_a_card_replays(way: str, builtin: tuple[Any, Any]) -> None:
     assert replace(found, prompt=written.prompt) == written
 
 
+@pytest.mark.parametrize("options", [{}, {"max_new_tokens": [8, 6]}], ids=["all", "lists"])
+def test_what_a_call_unsets_of_the_models_config_stays_unset(
+    options: dict[str, Any], builtin: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtin[0].generation_config, "repetition_penalty", 1.9)
+    written = Card.read(str(call(builtin, **options, repetition_penalty=None)))
+    assert first_token(written, decode_again(written, *builtin)) is None
+
+
 def test_the_command_gives_the_same_bytes_in_another_process(
     tmp_path: Path, builtin: tuple[Any, Any]
 ) -> None:

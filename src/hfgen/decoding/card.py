@@ -156,10 +156,12 @@ def parameters_of(config: Any, defaults: Any) -> dict[str, Any]:
     values = {
         name: value
         for name, value in _set_values(config).items()
-        if _is_json(value)
-        and value != OWN_FIELDS.get(name, ...)
-        and (value is not None or getattr(defaults, name, None) is not None)
+        if _is_json(value) and value != OWN_FIELDS.get(name, ...)
     }
+    for name in FIELDS:
+        is_unset = name not in UNSAVED and getattr(config, name, None) is None
+        if is_unset and getattr(defaults, name, None) is not None:
+            values[name] = None
     return dict(json.loads(json.dumps(values)))
 
 
@@ -219,7 +221,10 @@ def replay(
         raise CardError("These are not the prompts of the call: their ids have another digest.")
     options: dict[str, Any] = card.parameters[0]
     if len(card.parameters) > 1:
-        options = {"generation_config": [GenerationConfig(**values) for values in card.parameters]}
+        # In a config, ``None`` would be the model's default.
+        unset = [n for n in options if all(v.get(n, 0) is None for v in card.parameters)]
+        configs = [GenerationConfig(**values) for values in card.parameters]
+        options = dict.fromkeys(unset) | {"generation_config": configs}
     options = tensors | options | ({"tokenizer": tokenizer} if card.tokenizer else {})
     options |= {"return_dict_in_generate": True, "output_card": True}
     return model.generate(**options).card
