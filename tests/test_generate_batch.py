@@ -323,6 +323,17 @@ def test_paged_takes_what_generate_takes(llama: Any, options: dict[str, Any]) ->
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("pad", [None, 5, torch.tensor(6)])
+def test_paged_takes_a_config_for_each_prompt_and_pads_as_it_is_told(llama: Any, pad: Any) -> None:
+    ids = tiny.prompt(2)
+    configs = [GenerationConfig(max_new_tokens=n, eos_token_id=90) for n in (2, 5)]
+    options = {"generation_config": configs, **({} if pad is None else {"pad_token_id": pad})}
+    assert paged(llama, ids, **options).tolist() == llama.generate(ids, **options).tolist()
+    configs[1].logprobs = 1
+    with pytest.raises(NotImplementedError, match="`logprobs`"):
+        paged(llama, ids, **options)
+
+
 @pytest.mark.parametrize(
     "refused",
     [

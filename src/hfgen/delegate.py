@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from . import families
+from .prepare import rows
 from .running import prefix
 from .settings.logs import logger
 from .state.call import Request
@@ -86,9 +88,10 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
         )
     names = request.__slots__[1:-1]
     given = {name: value for name in names if (value := getattr(request, name)) is not None}
-    asked = vars(request.generation_config or model.generation_config) | kwargs | given
-    for name in NOT_BATCHED:
-        if (value := asked.get(name)) is not None and value is not False:
+    configs = rows.each(request.generation_config or model.generation_config)
+    for config, name in product(configs, NOT_BATCHED):
+        value = (vars(config) | kwargs | given).get(name)
+        if value is not None and value is not False:
             raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
     if given.pop("synced_gpus", None) is not None:
         logger.warning(f"Continuous batching ignores `synced_gpus` (={request.synced_gpus}).")
@@ -102,7 +105,8 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
     if failed := [result for result in results if result.error is not None]:
         raise RuntimeError(f"Continuous batching of {failed[0].request_id}: {failed[0].error}")
     sequences = [torch.tensor(row.prompt_ids + row.generated_tokens) for row in results]
-    config, _ = model._prepare_generation_config(given.get("generation_config"))
-    pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+    config, _ = model._prepare_generation_config(configs[0])
+    pad = kwargs.get("pad_token_id", config.pad_token_id)
+    pad = config.eos_token_id if pad is None else pad
     pad = (pad[0] if isinstance(pad, list) else pad) or 0
     return pad_sequence(sequences, True, pad).to(families.device_of(model)).unsqueeze(0)
