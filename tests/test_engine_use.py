@@ -10,6 +10,7 @@ import random
 import threading
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -81,7 +82,8 @@ def test_prompts_of_all_kinds(builtin: Any) -> None:
     ids = encoded.input_ids[0]
     flat = {name: value[0] for name, value in encoded.items()}
     prompts = [TEXTS[0], ids.tolist(), tuple(ids.numpy()), ids, ids[None], encoded, flat]
-    for request in [engine.add(prompt, max_new_tokens=5) for prompt in prompts]:
+    options = {"max_new_tokens": 5, "priority": numpy.int64(1), "timeout": numpy.float32(600)}
+    for request in [engine.add(prompt, **options) for prompt in prompts]:
         check(request.result(), solo)
     embeds = model.get_input_embeddings()(ids[None])
     solo = model.generate(inputs_embeds=embeds, max_new_tokens=5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -272,9 +272,9 @@ def keeps_states(model: Any) -> bool:
 
 def check_numbers(priority: Any, timeout: Any) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a wrong ``priority`` or ``timeout`` of ``Engine.add``."""
-    if isinstance(priority, bool) or not isinstance(priority, int):
+    if isinstance(priority, bool) or not isinstance(priority, Integral):
         raise TypeError(f"`priority` has to be an integer, but is {priority!r:.80}.")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float | None):
+    if isinstance(timeout, bool) or not isinstance(timeout, Real | None):
         raise TypeError(f"`timeout` has to be a number of seconds, but is {timeout!r:.80}.")
     if timeout is not None and math.isnan(timeout):
         raise ValueError("`timeout` has to be a number of seconds, but is NaN.")
