@@ -208,6 +208,30 @@ def test_an_argument_that_the_models_own_method_takes_too(theirs: Any, mine: Any
         assert model.generate(IDS, custom_generate=decode, depth=5) == 5
 
 
+#: An argument that only has the name of a field or of hfgen's, and the parameter of the callable.
+NAMED: dict[str, Any] = {
+    "temperature": [1.0, 0.5, 0.2],
+    "top_k": "all",
+    "num_beams": [1, 2],
+    "max_length": None,
+    "stop": ["a", "b", "c"],
+    "grammar": "expr",
+    "record": ["scores"],
+    "cancel": False,
+    "interventions": 3,
+    "prefix_cache": "dir",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_argument_that_the_callable_names_is_its_own(theirs: Any, mine: Any, name: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def decode(model, input_ids, {name}='unset', **_): return {name}", scope)
+    for model in (theirs, mine):
+        value = model.generate(IDS, custom_generate=scope["decode"], **{name: NAMED[name]})
+        assert value == NAMED[name]
+
+
 def test_the_config_may_be_pickled_and_copied_while_the_call_runs(mine: Any) -> None:
     def decode(model: Any, input_ids: Tensor, generation_config: Any, **_: Any) -> Any:
         copies = copy.deepcopy(generation_config), pickle.loads(pickle.dumps(generation_config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,9 +39,7 @@ def lists_in(values: dict[str, Any]) -> dict[str, list[Any]]:
 
 def with_stop_strings(request: Request) -> Request:
     """``request`` with ``stop_strings`` in place of ``stop``; ``ValueError`` if both are set."""
-    decode, kwargs = request.custom_generate, dict(request.kwargs)
-    if callable(decode) and "stop" in inspect.signature(decode).parameters:
-        return request  # an argument of the caller's own function
+    kwargs = dict(request.kwargs)
     stop = kwargs.pop("stop")
     if stop is not None and kwargs.get("stop_strings") is not None:
         raise ValueError("`stop` is another name of `stop_strings`: pass one of them.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..logits.grammar import processor as grammar
 from ..memory import caches
 from ..running import interventions, prefix, prompts
 from ..running.ranks import Ranks
+from ..settings.fields import FIELDS
 from ..state.call import Call, Prompt, Request
 from . import config, inputs, rows, validate
 
@@ -29,11 +31,14 @@ def prepare(
     Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used, and
     ``RankError`` for those of other processes that forward the model together with this one.
     """
-    taken = {}  # arguments of the model's forward that have names of hfgen's
+    # Arguments of the caller's function and of forward that only share a name with hfgen's.
+    of_callable: dict[str, Any] = {}
+    of_forward: dict[str, Any] = {}
+    if callable(decode := request.custom_generate):
+        names = (config.OWN_NAMES | FIELDS.keys()) & families.parameters(decode)
+        request, of_callable = _without(request, names)
     if names := config.OWN_NAMES & request.kwargs.keys() & families.parameters(model.forward):
-        taken = {name: request.kwargs[name] for name in names}
-        others = {n: value for n, value in request.kwargs.items() if n not in names}
-        request = replace(request, kwargs=others)
+        request, of_forward = _without(request, names)
     ranks = None if families.world_size() == 1 else Ranks.of_request(model, request)
     call: Call | None = None
     try:
@@ -42,7 +47,8 @@ def prepare(
         if "prefix_cache" in request.kwargs or prefix_cache or hasattr(model, "prefix_cache"):
             prefixes = prefix.take_argument(model, request, prefix_cache)
         call, model_kwargs = config.resolve(model, request)
-        model_kwargs |= taken
+        call.mode_kwargs |= of_callable
+        model_kwargs |= of_forward
         call.ranks = ranks
         model._validate_model_kwargs(model_kwargs.copy())
         model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
@@ -92,6 +98,13 @@ def prepare(
             call.release()
         raise
     return call
+
+
+def _without(request: Request, names: Collection[str]) -> tuple[Request, dict[str, Any]]:
+    """``request`` without the arguments ``names``, and those that it had."""
+    taken = {name: value for name, value in request.kwargs.items() if name in names}
+    others = {name: value for name, value in request.kwargs.items() if name not in names}
+    return replace(request, kwargs=others), taken
 
 
 def prepare_functions(model: Any, call: Call, prompt: Prompt) -> None:
