@@ -684,6 +684,32 @@ def test_a_forward_may_have_arguments_with_names_of_hfgens(name: str) -> None:
     assert mine == passed == ["x"] * 6
 
 
+@pytest.mark.parametrize("name", ["seed", "stop", "record", "cancel", "prefix_cache", "logprobs"])
+def test_a_hook_may_have_arguments_with_names_of_hfgens(name: str) -> None:
+    """Code of remote models names in ``prepare_inputs_for_generation`` what forward does not take."""
+    seen: list[Any] = []
+
+    def overriding_hook(cls: Any) -> Any:
+        def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs.pop(name))
+            return cls.prepare_inputs_for_generation(self, *args, **kwargs)
+
+        own = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+        *named, rest = inspect.signature(cls.prepare_inputs_for_generation).parameters.values()
+        hook: Any = prepare_inputs_for_generation
+        hook.__signature__ = inspect.Signature([*named, own, rest])
+        return type("Mine", (cls,), {"prepare_inputs_for_generation": hook})
+
+    outcomes = []
+    for model in (upstream("llama"), ours("llama")):
+        model.__class__ = overriding_hook(type(model))
+        seen.clear()
+        outcomes.append((outcome(model, **prompt("llama", rows=2), **{name: "x"}), [*seen]))
+    (expected, passed), (result, mine) = outcomes
+    assert is_same(result, expected)
+    assert mine == passed == ["x"] * 6
+
+
 def test_methods_have_their_names() -> None:
     """By which pickle finds them, and decorators put them back."""
     mixin = vars(hfgen.GenerationMixin)

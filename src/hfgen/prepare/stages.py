@@ -31,14 +31,14 @@ def prepare(
     Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used, and
     ``RankError`` for those of other processes that forward the model together with this one.
     """
-    # Arguments of the caller's function and of forward that only share a name with hfgen's.
+    # Arguments of the caller's function and of the model that only share a name with hfgen's.
     of_callable: dict[str, Any] = {}
-    of_forward: dict[str, Any] = {}
+    of_model: dict[str, Any] = {}
     if callable(decode := request.custom_generate):
         names = (config.OWN_NAMES | FIELDS.keys()) & families.parameters(decode)
         request, of_callable = _without(request, names)
-    if names := config.OWN_NAMES & request.kwargs.keys() & families.parameters(model.forward):
-        request, of_forward = _without(request, names)
+    if names := config.OWN_NAMES & request.kwargs.keys():
+        request, of_model = _without(request, names & families.accepted_names(model))
     ranks = None if families.world_size() == 1 else Ranks.of_request(model, request)
     call: Call | None = None
     try:
@@ -48,7 +48,7 @@ def prepare(
             prefixes = prefix.take_argument(model, request, prefix_cache)
         call, model_kwargs = config.resolve(model, request)
         call.mode_kwargs |= of_callable
-        model_kwargs |= of_forward
+        model_kwargs |= of_model
         call.ranks = ranks
         model._validate_model_kwargs(model_kwargs.copy())
         model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
