@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -207,6 +210,29 @@ def guarded(compiled, monkeypatch) -> list[Any]:
         lambda layer, **kwargs: layers.append(layer) or function(layer, **kwargs),
     )
     return layers
+
+
+def test_threads_decode_at_once(plain, compiled):
+    """Each with masks, positions and guards of its own, though another thread runs after each line."""
+
+    def give_way(frame, event, value):
+        if frame.f_code.co_filename != compiled_layers.__file__:
+            return None
+        time.sleep(1e-6)
+        return give_way
+
+    inputs = [padded(9, 4), padded(12, 5, 7), {"input_ids": tiny.prompt(1, 6)}, padded(23, 2)]
+    expected = [generate(plain, each) for each in inputs]
+    for each in inputs:
+        generate(compiled, each)
+    threading.settrace(give_way)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda each: generate(compiled, each), inputs))
+    finally:
+        threading.settrace(None)
+    assert all(map(torch.equal, found, expected))
+    assert compiled.optimization.graph.failure is None
 
 
 @pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])

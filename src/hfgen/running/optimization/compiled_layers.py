@@ -8,6 +8,7 @@ are arguments of the graph, so that the next layer runs through the same one.
 from __future__ import annotations
 
 import itertools
+import threading
 import types
 import weakref
 from functools import partial
@@ -49,6 +50,30 @@ OLDEST_TORCH = "2.8"
 OF_ALL = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
 
 _names = itertools.count()
+#: The compiler and its settings are those of all threads.
+_compiling = threading.RLock()
+
+
+class _Forward(threading.local):
+    """What the layers of a thread's forward share: the columns of new tokens, a mask whose rows share no memory."""
+
+    positions: tuple[Any, Any] = (None, None)
+    mask: tuple[Any, Any] = (None, None)
+    step: Step | None = None
+
+
+class _Known(threading.local):
+    """What a layer knows of the call of a thread."""
+
+    #: The cache of that call, and which of its calls it is.
+    call: tuple[weakref.ref[Any], int | None] | None = None
+
+    def __init__(self) -> None:
+        self.hooks: list[dict[int, Any]] | None = None  # the hooks of the layer's parts
+        #: The packed weights of its parts, which are inputs of the graph.
+        self.packed: list[tuple[Any, Any]] | None = None
+        #: By kinds of arguments: graphs whose guards held in this call.
+        self.checked: dict[tuple[Any, ...], Checked] = {}
 
 
 class LayerGraph:
@@ -60,10 +85,7 @@ class LayerGraph:
         self.n_layers = 0
         self.is_broken = False
         self._function: Any = None
-        #: What the layers of a forward share: the columns of new tokens, a mask whose rows share no memory.
-        self._positions: tuple[Any, Any] = (None, None)
-        self._mask: tuple[Any, Any] = (None, None)
-        self._step: Step | None = None
+        self._forward = _Forward()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerGraph, ()
@@ -71,33 +93,34 @@ class LayerGraph:
     def __call__(
         self, layer: CompiledLayer, hidden: Tensor, place: Any, kwargs: dict[str, Any], kind: Any
     ) -> Any:
-        n_new, device = hidden.shape[1], hidden.device
+        n_new, device, shared = hidden.shape[1], hidden.device, self._forward
         keys, values, start = place.reserve(n_new)
         if (mask := kwargs.get("attention_mask")) is not None:
-            if self._mask[0] is not mask:
-                self._mask = mask, mask.contiguous()
-            kwargs["attention_mask"] = self._mask[1]
-        if self._positions[0] != (start, n_new, device):
+            if shared.mask[0] is not mask:
+                shared.mask = mask, mask.contiguous()
+            kwargs["attention_mask"] = shared.mask[1]
+        if shared.positions[0] != (start, n_new, device):
             numbers = torch.arange(start, start + n_new, device=device)
-            self._positions = (start, n_new, device), numbers
+            shared.positions = (start, n_new, device), numbers
         arguments = {
             "hidden": hidden,
             "keys": keys,
             "values": values,
-            "positions": self._positions[1],
+            "positions": shared.positions[1],
             "kwargs": kwargs,
         }
         try:
-            if (known := layer.checked.get(kind)) is not None:
-                step = self._step
+            if (known := layer.known.checked.get(kind)) is not None:
+                step = shared.step
                 if step is None or not step.is_of(known.graph, arguments):
-                    self._step = step = Step(known.graph, arguments)
+                    shared.step = step = Step(known.graph, arguments)
                 if step.holds and step.kind == known.kind:
                     return known(step, arguments)
             view = view_without_hooks(layer.module)
-            result, known = checked(self._function, view, arguments)
+            with _compiling:
+                result, known = checked(self._function, view, arguments)
             if known is not None:
-                layer.checked[kind] = known
+                layer.known.checked[kind] = known
             return result
         except Exception as error:  # of the compiler: an error of the layer comes again
             result = forward_layer(layer.module, **arguments)
@@ -164,13 +187,7 @@ class CompiledLayer:
     def __init__(self, module: nn.Module, index: int, graph: LayerGraph) -> None:
         self.module, self.index, self.graph = module, index, graph
         self._ready: set[tuple[Any, ...]] = set()  # for which kinds of arguments a graph is there
-        self._hooks: list[dict[int, Any]] | None = None  # the hooks of the layer's parts
-        #: The packed weights of its parts, which are inputs of the graph.
-        self._packed: list[tuple[Any, Any]] | None = None
-        #: By kinds of arguments: graphs whose guards held in this call.
-        self.checked: dict[tuple[Any, ...], Checked] = {}
-        #: The cache of that call, and which of its calls it is.
-        self._call: tuple[weakref.ref[Any], int | None] | None = None
+        self.known = _Known()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledLayer, (self.module, self.index, self.graph)
@@ -213,32 +230,33 @@ class CompiledLayer:
             return None
         if _get_current_dispatch_mode() is not None:  # it sees each operator, and none of a graph
             return None
-        known, number = self._call, vars(cache).get("call_number")
-        if known is None or known[0]() is not cache or known[1] != number:
+        known, number = self.known, vars(cache).get("call_number")
+        if known.call is None or known.call[0]() is not cache or known.call[1] != number:
             self._forget()
-            self._call = weakref.ref(cache), number
-        if self._packed is None:
+            known.call = weakref.ref(cache), number
+        if known.packed is None:
             forwards = [vars(part).get("forward") for part in self.module.modules()]
             packs: list[Any] = [each for each in forwards if hasattr(each, "view")]
-            self._packed = [(forward, forward.packed()) for forward in packs]
-        elif any(forward.packed() is not packed for forward, packed in self._packed):
+            known.packed = [(forward, forward.packed()) for forward in packs]
+        elif any(forward.packed() is not packed for forward, packed in known.packed):
             self._forget()
             self._ready.clear()
         return place if len(place.keys) == len(hidden) and not self._is_watched() else None
 
     def _forget(self) -> None:
         """Look at hooks, weights and guards again."""
-        self._hooks = self._packed = None
-        self.checked.clear()
+        self.known.hooks = self.known.packed = None
+        self.known.checked.clear()
 
     def _is_watched(self) -> bool:
         """Whether a hook of a part of the layer has something to do."""
-        if self._hooks is None:
+        known = self.known
+        if known.hooks is None:
             parts = [part for part in self.module.modules() if part is not self.module]
-            self._hooks = [*OF_ALL, *(vars(part)[name] for part in parts for name in HOOKS)]
-        if not any(self._hooks):
+            known.hooks = [*OF_ALL, *(vars(part)[name] for part in parts for name in HOOKS)]
+        if not any(known.hooks):
             return False
-        hooks = (hook for held in self._hooks for hook in held.values())
+        hooks = (hook for held in known.hooks for hook in held.values())
         return bool(output_capturing._active_collector.get()) or any(
             getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks
         )
@@ -254,8 +272,9 @@ class CompiledLayer:
             return key
         others = {name: value for name, value in kwargs.items() if name != "past_key_values"}
         arguments = {"hidden": hidden, "keys": place.keys, "values": place.values, "kwargs": others}
-        if self.graph.failure is not None or not self.graph.prepare(self.module, arguments):
-            return None
+        with _compiling:
+            if self.graph.failure is not None or not self.graph.prepare(self.module, arguments):
+                return None
         self.graph.n_layers += not self._ready
         self._ready.add(key)
         return key
