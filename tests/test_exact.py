@@ -245,11 +245,16 @@ def test_calls_that_would_not_be_exact_raise(model: Any) -> None:
         model(**INPUTS)
     with pytest.raises(ValueError, match="already"):
         hfgen.exact(model)
+    with pytest.raises(ValueError, match=r"exact already: call hfgen\.restore"):
+        hfgen.optimize(model, compile=True)
     static = {"cache_implementation": "static", "compile_config": CompileConfig()}
     with pytest.raises(ValueError, match="compiled graph"):
         model.generate(**INPUTS, max_new_tokens=2, **static)
     with pytest.raises(ValueError, match="makes its attention mask by itself"):
         model(**INPUTS, attention_mask=torch.zeros(2, 1, 6, 6))
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="attention has been set to 'eager'"):
+        model.generate(**INPUTS, max_new_tokens=2)
     with pytest.raises(TypeError, match="takes a transformers model, but got Linear"):
         hfgen.exact(nn.Linear(2, 2))
 
@@ -272,12 +277,14 @@ def test_bad_input_of_token_logprobs(arguments: Any, error: type, message: str, 
         hfgen.token_logprobs(model, **arguments)
 
 
-def test_token_logprobs_do_not_drop_values(model: Any) -> None:
+def test_calls_do_not_drop_values(model: Any) -> None:
     hfgen.exact(model)
     model.model.layers[0].mlp.add_module("dropout", nn.Dropout(0.1))
     model.train()
     with pytest.raises(ValueError, match=r"^exact: 'model.layers.0.mlp.dropout' drops values"):
         hfgen.token_logprobs(model, torch.ones(2, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"^exact: 'model.layers.0.mlp.dropout' drops values"):
+        model.generate(**INPUTS, max_new_tokens=2)
 
 
 def test_a_row_with_nan_leaves_the_others_as_they_are(model: Any) -> None:

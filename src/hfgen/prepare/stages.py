@@ -54,6 +54,8 @@ def prepare(
         model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
         validate.check_config(call)
         modes.check_call(call)
+        if hasattr(model, "exactness"):
+            model.exactness.check(model)
         if ranks is not None:
             validate.check_ranks(model, call)
         for row_config in call.configs:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ... import families
-from .layers import check_dropout
 
 
 def token_logprobs(
@@ -58,7 +57,7 @@ def scored(
     ``forward`` is that of ``model``. Float32 logits of one row at a time are in memory.
     """
     if hasattr(model, "exactness"):
-        check_dropout(model)
+        model.exactness.check(model)
     takes = families.parameters(model.forward)
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
     if attention_mask is not None:

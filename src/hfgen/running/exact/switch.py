@@ -53,6 +53,15 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(f"{o.name} {o.shape} {o.dtype}: exact" for o in self.operations)
 
+    def check(self, model: nn.Module) -> None:
+        """Raise ``ValueError`` if ``model`` has been changed since, so that a call would not be exact."""
+        layers.check_dropout(model)
+        for config, _ in self.former:
+            if (name := getattr(config, "_attn_implementation", None)) != NAME:
+                raise ValueError(
+                    f"exact: attention has been set to {name!r}. Call hfgen.restore(model), and prepare it again."
+                )
+
 
 def exact(model: T) -> T:
     """Prepare ``model`` in place for exact rows, and return it.

@@ -103,7 +103,7 @@ def optimize(
 
     Raises:
         TypeError: ``model`` is no module, or an argument is of another type.
-        ValueError: ``weights`` is none of these; the model is optimised already, spread over devices,
+        ValueError: ``weights`` is none of these; the model is optimised or exact already, spread over devices,
             or has weights on the meta device; ``weights="fp16"`` and a weight is too large for it;
             ``weights="int4"`` and no layer's shape fits; ``kernels`` names no such kernel or layer, a
             kernel that this machine does not have, or one that does not fit.
@@ -232,6 +232,10 @@ def _check_arguments(model: Any, weights: Any, kernels: Any, compile: Any, offlo
 def _check_model(model: nn.Module) -> None:
     if is_optimized(model):
         raise ValueError("This model is optimised already: call hfgen.restore(model) first.")
+    if hasattr(model, "exactness"):
+        raise ValueError(
+            "This model is exact already: call hfgen.restore(model), optimise it, then exact()."
+        )
     devices: dict[str, str] = {}
     for name, weight in model.named_parameters():
         if weight.is_meta:
