@@ -971,6 +971,25 @@ def test_bad_input(model: Any, kwargs: dict[str, Any], message: str) -> None:
     assert not calls
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_model_that_returns_the_last_logits_alone(do_sample: bool) -> None:
+    """Drafts cannot be verified by them: upstream raises from within its loop, or returns other tokens."""
+
+    class LastLogits(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = outputs.logits[:, -1:]
+            return outputs
+
+    theirs = tiny.llama()
+    theirs.__class__ = LastLogits
+    drafting = {"prompt_lookup_num_tokens": 3, "do_sample": do_sample, "max_new_tokens": 8}
+    with pytest.raises((RuntimeError, IndexError)):
+        theirs.generate(IDS[:1], **drafting)
+    with pytest.raises(RuntimeError, match="LastLogits was fed 3 drafted tokens"):
+        hfgen.mix_into(theirs).generate(IDS[:1], **drafting)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_an_assistant_with_an_adapter(model: Any) -> None:
     peft = pytest.importorskip("peft")

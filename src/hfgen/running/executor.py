@@ -103,6 +103,11 @@ def verify(
     n_keys = layers.n_keys(cache)
     outputs = execute(**model_inputs | overrides)
     layers.check_growth(cache, n_keys, ids.shape[1] if n_fed is None else n_fed, run.model)
+    if (n_positions := outputs.logits.shape[1]) <= n_new:
+        raise RuntimeError(
+            f"{type(run.model).__name__} was fed {n_new} drafted tokens and returned logits of {n_positions} "
+            f"positions; to verify them takes {n_new + 1}. Its forward drops the others: decode without drafts."
+        )
     return outputs
 
 
