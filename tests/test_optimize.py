@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import hfgen
 from hfgen.running.optimization import choice, forward, kernels, native
@@ -496,6 +497,25 @@ def test_the_values_that_are_compared_are_of_the_weight(size):
     values = forward._samples(weight).view("float32")
     assert values.min() == 0
     assert 0.9 * (size - 1) <= values.max() < size
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_pruned_layers_are_computed_as_they_are_now(name, when):
+    """Pruning makes a weight or a bias a plain attribute, computed anew for each forward."""
+    plain, found = (model(attention_bias=True) for _ in range(2))
+    with torch.no_grad():
+        for bias in (
+            each.self_attn.q_proj.bias for of in (plain, found) for each in of.model.layers
+        ):
+            bias.copy_(torch.linspace(-1, 1, len(bias)))
+    if when == "after":
+        hfgen.optimize(found)
+    for of in plain, found:
+        prune.l1_unstructured(of.model.layers[0].self_attn.q_proj, name, 0.5)
+    if when == "before":
+        hfgen.optimize(found)
+    torch.testing.assert_close(logits(found, tiny.prompt(2)), logits(plain, tiny.prompt(2)))
 
 
 def test_exports_do_not_need_hfgen():

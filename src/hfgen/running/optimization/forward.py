@@ -123,8 +123,9 @@ class PackedForward:
 
     def packed(self) -> Packed | None:
         """The weight as it is now, packed; None if it is none that can be packed."""
-        packed, weight = self._packed, self.module._parameters.get("weight")
-        if packed is not None and packed.is_of(weight):
+        parameters = self.module._parameters
+        packed, weight = self._packed, parameters.get("weight")
+        if packed is not None and packed.is_of(weight) and "bias" in parameters:
             return packed
         self._packed = None
         if weight is not None and misfit(self.module) is None:
@@ -196,7 +197,9 @@ def own_forward(module: nn.Module) -> Callable[..., Tensor]:
 def misfit(module: nn.Module) -> str | None:
     """Why no kernel is tried for a linear layer, or None."""
     weight = module._parameters.get("weight")
-    if type(module).forward is not nn.Linear.forward or weight is None:
+    # Pruning and parametrizations compute a weight or a bias anew: it is no parameter then.
+    is_plain = weight is not None and "bias" in module._parameters
+    if type(module).forward is not nn.Linear.forward or not is_plain:
         return "a class of its own"
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
         return f"weights of another library: {type(weight).__name__}"
