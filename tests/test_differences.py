@@ -213,6 +213,22 @@ def test_chunks_of_a_decoders_prompt_leave_the_encoders_mask_whole(build, n_deco
     assert theirs is None or not torch.equal(theirs, whole)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 1}])
+def test_training_mode_with_gradient_checkpointing_decodes_without_a_cache(options):
+    options = {"max_new_tokens": 6, **options}
+    model, ids = hfgen.mix_into(tiny.llama()), tiny.prompt(2)
+    expected = model.generate(ids, **options)
+    model.train().gradient_checkpointing_enable()
+    assert model.generate(ids, **options).tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="`past_key_values` cannot be read: in training mode"):
+        model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    model.eval()
+    assert model.generate(
+        ids, use_cache=True, **options, return_dict_in_generate=True
+    ).past_key_values
+
+
 def test_guidance_away_from_a_negative_prompt_with_beams():
     (upstream, model), ids = both(), tiny.prompt(2)
     negative = tiny.prompt(2, length=4, seed=1)

@@ -36,6 +36,21 @@ def pad_token_of_zero() -> None:
 
 
 @defect(
+    AssertionError,
+    "other tokens",
+    cause="modeling_layers.py, GradientCheckpointingLayer: drops the cache of a forward that has the newest token alone",
+    mend="generation/utils.py, generate: `use_cache = False` if the model trains with checkpointed activations",
+    lines=2,
+)
+def training_mode_with_checkpointed_activations() -> None:
+    """A model in training mode that checkpoints activations generates the tokens of its evaluation mode"""
+    model = llama()
+    expected = model.generate(prompt(), max_new_tokens=6)
+    model.train().gradient_checkpointing_enable()
+    assert model.generate(prompt(), max_new_tokens=6).equal(expected), "other tokens"
+
+
+@defect(
     RuntimeError,
     "Could not infer dtype of NoneType",
     cause="generation/utils.py, _get_logits_processor: ExponentialDecayLengthPenalty gets None as `eos_token_id`",

@@ -203,6 +203,14 @@ def prepare_generation_config(
             f"Passing `generation_config` together with {sorted(overridden)} is deprecated: the arguments "
             "win over the object. Pass one object, or only arguments."
         )
+    if self.training and config.use_cache and families.drops_cache(self):
+        why = (
+            "in training mode, layers that checkpoint activations drop the cache. Call model.eval()"
+        )
+        if model_kwargs.get(name := families.cache_argument(self)) is not None:
+            raise ValueError(f"`{name}` cannot be read: {why} before generate().")
+        logger.warning_once(f"`use_cache` is off: {why} to decode with one, which is faster.")
+        config.use_cache = False
     for flag in ("output_attentions", "output_hidden_states"):  # the model's forward needs these
         if value := getattr(config, flag):
             model_kwargs[flag] = value
