@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -375,6 +377,29 @@ def test_a_prefix_cache_and_other_threads_are_left_alone(model: Any) -> None:
         thread.join()
     assert all(torch.equal(tokens, with_edit) for tokens in found[True])
     assert all(torch.equal(tokens, expected) for tokens in found[False])
+
+
+def test_records_and_cards_are_of_their_own_threads(model: Any) -> None:
+    """Each call's hooks look at the forwards of its own thread, whatever others forward with the model meanwhile."""
+    prompts = [tiny.prompt(1, n) for n in (5, 9)]
+    options = {**ASKED, "record": ["model.layers.0", "lm_head:in"], "output_card": True}
+    options |= {"return_dict_in_generate": True}
+
+    def call(ids: Tensor) -> Any:
+        return model.generate(ids, **options)
+
+    expected = [call(ids) for ids in prompts]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(call, prompts * 6))
+    finally:
+        sys.setswitchinterval(interval)
+    for one, other in zip(found, expected * 6, strict=True):
+        assert str(one.card) == str(other.card)
+        for name, recorded in other.activations.items():
+            assert torch.equal(one.activations[name][0], recorded[0])
 
 
 def test_no_hook_stays(model: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import threading
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -102,9 +103,10 @@ def _tokenizer(tokenizer: Any) -> dict[str, str]:
 def _operations(model: Any) -> dict[str, str]:
     """Digests of the outputs of layers without layers inside, for ``TRIED_IDS``; none of other models."""
     digests: dict[str, str] = {}
+    thread = threading.get_ident()
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
+        if isinstance(output, Tensor) and threading.get_ident() == thread:
             digests[name] = digest(output)
 
     leaves = [(name, leaf) for name, leaf in model.named_modules() if not any(leaf.children())]

@@ -300,13 +300,11 @@ class Interventions:
             stack.callback(handle.remove)
             for edit, modules in self.placed:
                 for module in modules:
-                    handle = hook(module, edit.module, partial(self._apply, edit, thread))
+                    handle = hook(module, edit.module, partial(self._apply, edit))
                     stack.callback(handle.remove)
             yield
 
-    def _apply(self, edit: Edit, thread: int, hidden: Tensor) -> Tensor:
-        if threading.get_ident() != thread:  # another call, of the same model
-            return hidden
+    def _apply(self, edit: Edit, hidden: Tensor) -> Tensor:
         self.unused.discard(edit)
         assert self.where is not None
         expected = self.where.positions.shape
@@ -319,10 +317,13 @@ class Interventions:
 
 
 def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> Any:
-    """Register a hook that changes the first tensor which a module returns, or is called with."""
+    """Register a hook that changes the first tensor which a module returns, or is called with, in this thread."""
+    thread = threading.get_ident()  # others decode with the same model
     if not name.endswith(":in"):
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
+            if threading.get_ident() != thread:
+                return output
             if isinstance(output, tuple):
                 return (change(output[0]), *output[1:])
             if isinstance(output, Tensor):
@@ -334,6 +335,8 @@ def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> An
         return module.register_forward_hook(after)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != thread:
+            return args, kwargs
         if args:
             return (change(args[0]), *args[1:]), kwargs
         first = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
