@@ -203,7 +203,7 @@ def prepare_generation_config(
             f"Passing `generation_config` together with {sorted(overridden)} is deprecated: the arguments "
             "win over the object. Pass one object, or only arguments."
         )
-    if self.training and config.use_cache and families.drops_cache(self):
+    if getattr(self, "training", False) and config.use_cache and families.drops_cache(self):
         why = (
             "in training mode, layers that checkpoint activations drop the cache. Call model.eval()"
         )
