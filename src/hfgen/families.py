@@ -51,11 +51,6 @@ def may_have_parameters(kind: Any) -> bool:
     return not OF_GENERATION.isdisjoint({*dir(kind), *kind.attribute_map})
 
 
-def drops_cache(model: Any) -> bool:
-    """Whether layers in training mode checkpoint activations: they forward without the cache then."""
-    return any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules())
-
-
 def accepted_names(model: Any) -> set[str]:
     """The keyword arguments that the model takes, through its forward or a hook."""
     known = set(parameters(model.prepare_inputs_for_generation))

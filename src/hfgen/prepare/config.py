@@ -203,7 +203,10 @@ def prepare_generation_config(
             f"Passing `generation_config` together with {sorted(overridden)} is deprecated: the arguments "
             "win over the object. Pass one object, or only arguments."
         )
-    if getattr(self, "training", False) and config.use_cache and families.drops_cache(self):
+    trains_with_cache = getattr(self, "training", False) and config.use_cache
+    if trains_with_cache and any(
+        getattr(m, "gradient_checkpointing", False) for m in self.modules()
+    ):
         why = (
             "in training mode, layers that checkpoint activations drop the cache. Call model.eval()"
         )
