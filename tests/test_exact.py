@@ -23,7 +23,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.running.exact import attention, followed, is_exact, trial
+from hfgen.running.exact import followed, is_exact, spans, trial
 from hfgen.running.exact.followed import with_followed_calls
 from hfgen.tools.cli import app
 from tests import tiny
@@ -225,7 +225,7 @@ def test_families_are_refused_by_the_operation_that_is_not_exact() -> None:
 def test_an_operation_that_fails_the_probe_is_named(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "TILE", 1)
+    monkeypatch.setattr(spans, "TILE", 1)
     with pytest.raises(ValueError, match=r"Linear\(.* in float32 is not exact on this machine"):
         hfgen.exact(model)
     assert not is_exact(model)
@@ -389,7 +389,7 @@ def test_attention_of_a_module_is_followed(change: Any) -> None:
     module = OwnAttention(change)
     states, mask = (
         torch.randn(2, 1, 9, 16),
-        attention.exact_mask(batch_size=2, q_length=9, kv_length=9),
+        spans.exact_mask(batch_size=2, q_length=9, kv_length=9),
     )
     expected, _ = module(states, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
     output, weights = with_followed_calls(module, states, mask)

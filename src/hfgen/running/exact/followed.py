@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..optimization.forward import own_forward
-from .attention import HIDDEN, exact_attention, spans_of
+from .attention import exact_attention
 from .layers import ATTENDING, BADDBMM, MATMUL, ExactCalls, refusal
+from .spans import HIDDEN, groups_of
 
 #: Products of activations that may be attention.
 FOLLOWED = (*MATMUL, *ATTENDING)
@@ -152,7 +153,7 @@ class FollowedCalls(ExactCalls):
             if factor > 0:  # another would make the largest score of a hidden one, minus infinity
                 result = replace(product, scale=product.scale * factor, biases=biases)
         elif name in SUMS and len(others) == 1 and isinstance(others[0], Tensor):
-            if spans_of(others[0]) is not None:
+            if groups_of(others[0]) is not None:
                 result = replace(product, mask=others[0]) if product.mask is None else None
             elif others[0].dtype != torch.bool:
                 result = replace(product, biases=(*product.biases, others[0]))

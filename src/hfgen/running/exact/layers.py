@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
 from ..optimization.forward import PackedForward, own_forward
-from .attention import NAME, exact_attention, in_tiles
+from .attention import NAME, exact_attention
+from .spans import in_tiles
 
 #: Products of activations with a weight, by the functions that models call.
 LINEAR = (F.linear, torch._C._nn.linear)

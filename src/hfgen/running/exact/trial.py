@@ -18,8 +18,9 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.masking_utils import bidirectional_mask_function
 
 from ... import families
-from .attention import KEYS, LAST_KEYS, exact_attention, exact_mask
+from .attention import exact_attention
 from .layers import hooked
+from .spans import KEYS, LAST_KEYS, exact_mask
 
 #: Tokens of the rows of the trial, of which one is long enough that queries are more than a tile.
 TOKENS = (3, 14, 21)
