@@ -40,7 +40,7 @@ def batch_of(run: Run) -> Batch:
 
 def continued(run: Run, batch: Batch, n_steps: int) -> Tensor:
     """The tokens ``(rows, n_steps)`` that follow the newest of each row of ``batch``."""
-    run = Run.of(
+    run = Run(
         run.model, batch.ids, run.processors, run.criteria, run.config, False, batch.model_kwargs
     )
     strategy = Sample(run)

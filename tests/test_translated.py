@@ -38,7 +38,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import hfgen
 from hfgen.decoding.drafters.base import DraftContext
 from hfgen.decoding.drafters.translated import Row, UniversalDrafter
-from hfgen.state.vocabularies import Spelling, shared_tokens
+from hfgen.state.text import Spelling, shared_tokens
 from tests.parity.family import seeded
 from tests.tiny import llama
 

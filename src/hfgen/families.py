@@ -89,6 +89,11 @@ def head_width(model: Any) -> int | None:
     return int(getattr(weight, "ds_shape", weight.shape)[0])  # ZeRO-3 leaves it empty here
 
 
+def n_scores(model: Any) -> int:
+    """The width of the model's logits."""
+    return head_width(model) or int(model.config.get_text_config().vocab_size)
+
+
 def tensor_parallel_group(model: Any) -> Any:
     """The processes that compute each layer together; ``None`` without tensor parallelism."""
     mesh = getattr(model, "_device_mesh", None)

@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 import hfgen
 from hfgen import families
 from hfgen.running.exact import trial as whole_model
-from hfgen.state.vocabularies import n_scores
 from tests.parity.family import Limit
 from tests.parity.harness import FAMILIES, forget_models, ours
 from tests.parity.rows import LENGTH_OF_CACHE
@@ -130,7 +129,9 @@ class Trial:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.is_seq2seq = bool(model.config.is_encoder_decoder)
-        self.rows = prompts(min(model.config.get_text_config().vocab_size, n_scores(model)))
+        self.rows = prompts(
+            min(model.config.get_text_config().vocab_size, families.n_scores(model))
+        )
         self.alone = [self.decode([i])[0] for i in range(len(self.rows))]
 
     def decode(self, order: Sequence[int] | None = None, **options: Any) -> list[Row]:

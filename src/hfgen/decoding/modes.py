@@ -103,7 +103,7 @@ def _hook(mode: Mode) -> Callable[..., Any]:
         functions = logits_processor, stopping_criteria
         kwargs = model_kwargs | {"streamer": streamer}
         kwargs |= dict(zip(names[: len(others)], others, strict=True))
-        run = Run.of(self, input_ids, *functions, generation_config, synced_gpus, kwargs)
+        run = Run(self, input_ids, *functions, generation_config, synced_gpus, kwargs)
         return finish(run, mode.start(run, kwargs))
 
     summary = (mode.strategy.__doc__ or "").partition("\n")[0]

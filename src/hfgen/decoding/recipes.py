@@ -51,7 +51,7 @@ class Recipe:
         passed = {"streamer": streamer, "tokenizer": tokenizer}
         self.check_call(generation_config, passed)  # upstream's generate has not
         functions, kwargs = (logits_processor, stopping_criteria), model_kwargs | passed
-        run = Run.of(model, input_ids, *functions, generation_config, synced_gpus, kwargs)
+        run = Run(model, input_ids, *functions, generation_config, synced_gpus, kwargs)
         return finish(run, self.start(run))
 
     def start(self, run: Run, arguments: dict[str, Any] | None = None) -> Strategy:

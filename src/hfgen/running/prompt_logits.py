@@ -21,7 +21,6 @@ from .. import families
 from ..memory.batch import take_rows
 from ..memory.caches.dynamic import GrowingCache
 from ..state.run import Run
-from ..state.vocabularies import n_scores
 from .executor import forward_prompt
 from .prompts import with_own_states
 from .row_states import restored
@@ -191,7 +190,7 @@ class Body:
         view = replaced(self.model, path, lambda *args, **kwargs: body_outputs[0], is_copied=True)
         view._forward_hooks, view._forward_pre_hooks = {}, {}
         keep = {"logits_to_keep": 0} if self.model._supports_logits_to_keep() else {}
-        n = max(1, min(POSITIONS, BYTES // (4 * len(states) * n_scores(self.model))))
+        n = max(1, min(POSITIONS, BYTES // (4 * len(states) * families.n_scores(self.model))))
         for part, tokens in zip(states.split(n, dim=1), ids.split(n, dim=1), strict=True):
             body_outputs[:] = [_with_states(outputs, part)]
             yield view(input_ids=tokens, use_cache=False, return_dict=True, **keep).logits

@@ -194,7 +194,7 @@ class Call:
         """The state of a loop, for callers that drive it themselves; the method does not decode."""
         kwargs = self.mode_kwargs | self.prompt.model_kwargs
         arguments = self.processors, self.criteria, self.config, kwargs.pop("synced_gpus", False)
-        return Run.of(model, self.prompt.ids, *arguments, kwargs)
+        return Run(model, self.prompt.ids, *arguments, kwargs)
 
     def start(self, model: Any) -> tuple[Run, Strategy]:
         """The run, and the strategy that the method decodes with; it has to be hfgen's or a recipe."""

@@ -92,62 +92,45 @@ class Run:
     model: Any
     #: ``(rows, length)``: the sequences so far; written by the strategy's ``step``.
     ids: torch.Tensor
-    config: GenerationConfig
-    processors: LogitsProcessorList
+    processors: LogitsProcessorList  # a hook of a model's may return one function, as for criteria
     criteria: StoppingCriteriaList
-    model_kwargs: ModelKwargs
-    synced_gpus: bool = False
+    config: GenerationConfig
+    synced_gpus: bool
+    model_kwargs: ModelKwargs  # the mode's own are taken out
     finished: bool = False  # nothing is left to decode on this device; by the strategy's ``stop``
     #: Processed scores of each step, if asked for, as stopping criteria see them; written by ``step``.
     scores: tuple[torch.Tensor, ...] | None = None
     speculation: Speculation | None = None  # how drafting went; by ``strategies/assisted.py``
     shares_prompts: bool = False  # in prefill and in the cache; by ``execution``
     rows_have_left: bool = False  # the cache has fewer than ``ids``; by ``execution.active_rows``
-    tokenizer: Any = None
-    streamer: BaseStreamer | None = None
+    tokenizer: Any = field(init=False)
+    streamer: BaseStreamer | None = field(init=False)
     rows: RowParams | None = None  # what each prompt asks for, where they differ
     #: How rows choose tokens if they have seeds, or some are greedy and others sampled.
     row_choice: RowChoice | None = None
     observers: list[Observer] = field(default_factory=list)  # told of each step; by ``loop.begin``
     extras: dict[str, Any] = field(default_factory=dict)  # hfgen's own attributes of the output
     ahead: Any = None  # reads stop flags late; a ``running.ahead.Ahead``, written there
-    is_streamed: bool = False  # somebody waits for each token
+    is_streamed: bool = field(init=False)  # somebody waits for each token
     invalid: Any = None  # which rows are lost (``strategies.base.InvalidScores``); by the strategy
     body: Any = None  # for ``prompt_logprobs``: states of the prefill, a ``prompt_logits.Body``
     prompts: torch.Tensor = field(init=False)  # the first ``ids``
 
     def __post_init__(self) -> None:
-        self.prompts = self.ids
+        self.prompts, kwargs = self.ids, self.model_kwargs
+        self.tokenizer, self.streamer = kwargs.get("tokenizer"), kwargs.get("streamer")
+        self.is_streamed = self.streamer is not None
+        self.model_kwargs = {name: v for name, v in kwargs.items() if name not in OF_MODES}
+        if not isinstance(self.processors, list):
+            self.processors = LogitsProcessorList([self.processors])
+        if not isinstance(self.criteria, list):
+            self.criteria = StoppingCriteriaList([self.criteria])
         if self.config.return_dict_in_generate and self.config.output_scores:
             self.scores = ()
-
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        ids: torch.Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        synced_gpus: bool,
-        model_kwargs: ModelKwargs,
-    ) -> Run:
-        """The state that a decoding method starts with; ``model_kwargs`` without the mode's own."""
-        kwargs = dict(model_kwargs)
-        for name in OF_MODES:
-            kwargs.pop(name, None)
-        if not isinstance(processors, list):  # a hook of a model's may return one function
-            processors = LogitsProcessorList([processors])
-        if not isinstance(criteria, list):
-            criteria = StoppingCriteriaList([criteria])
-        run = cls(model, ids, config, processors, criteria, kwargs, synced_gpus)
-        run.tokenizer, run.streamer = model_kwargs.get("tokenizer"), model_kwargs.get("streamer")
-        run.is_streamed = run.streamer is not None
-        if run.call is not None:
-            run.rows, keys = run.call.rows, run.call.row_keys
+        if self.call is not None:
+            self.rows, keys = self.call.rows, self.call.row_keys
             if keys is not None:
-                run.row_choice = RowChoice.of(keys, run.rows, ids.shape[1])
-        return run
+                self.row_choice = RowChoice.of(keys, self.rows, self.ids.shape[1])
 
     @property
     def call(self) -> Call | None:

@@ -1,15 +1,17 @@
-"""From token ids to text: incremental decoding of a row, and the bytes of single tokens."""
+"""From token ids to text: incremental decoding of a row, the bytes of single tokens, and other tokenizers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from .vocabularies import INCOMPLETE
+#: The character that an incomplete one is decoded to.
+INCOMPLETE = "\ufffd"
 
 #: Tokens at the end of a row that decide how the next ones are decoded, with room to spare.
 CONTEXT = 8
@@ -171,3 +173,50 @@ def n_common(one: Sequence[Any], two: Sequence[Any]) -> int:
 def _is_byte(tokenizer: Any, token: int) -> bool:
     name = tokenizer.convert_ids_to_tokens(token)
     return name is not None and BYTE_TOKEN.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A tokenizer without special tokens, and without ids from ``size`` on, which the model lacks."""
+
+    tokenizer: Any
+    size: int
+
+    def text(self, ids: list[int]) -> str:
+        known = [token for token in ids if token < self.size]
+        return self.tokenizer.decode(
+            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def ids(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text, add_special_tokens=False) if text else []
+        return [token for token in ids if token < self.size]
+
+    def opening(self, text: str) -> list[int]:
+        """The special tokens that the tokenizer puts before ``text``; BOS if the text is empty."""
+        if not (plain := self.ids(text)):
+            bos = getattr(self.tokenizer, "bos_token_id", None)
+            return [] if bos is None else [bos]
+        whole = list(self.tokenizer.encode(text))
+        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[: next(starts, 0)]
+
+
+def shared_tokens(target: Spelling, other: Spelling) -> dict[int, int]:
+    """Map ``other``'s ids, ascending, to ``target``'s of the same text; signs of spaces may differ."""
+    vocab, others = target.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    sign, other_sign = _space_sign(target.tokenizer), _space_sign(other.tokenizer)
+    if sign and other_sign and sign != other_sign:
+        others = {
+            sign + token[len(other_sign) :] if token.startswith(other_sign) else token: index
+            for token, index in sorted(others.items())
+        }
+    pairs = sorted((index, vocab[token]) for token, index in others.items() if token in vocab)
+    return {mine: theirs for mine, theirs in pairs if mine < other.size and theirs < target.size}
+
+
+def _space_sign(tokenizer: Any) -> str:
+    """The sign of a leading space in tokens, ``Ġ`` or ``▁``; empty if the tokenizer has none."""
+    ids = tokenizer.encode(" ", add_special_tokens=False)
+    tokens = tokenizer.convert_ids_to_tokens(list(ids)[:1])
+    return str(tokens[0])[:1] if tokens else ""

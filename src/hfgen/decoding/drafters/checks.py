@@ -10,9 +10,9 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
-from ... import families
+from ...families import modules_of, n_scores
 from ...settings.kinds import is_integer
-from ...state import vocabularies
+from ...state.text import Spelling, shared_tokens
 from .schedule import schedule_named
 
 #: Classes of assistants that attend to the target's keys, and of targets that hand them out.
@@ -47,8 +47,10 @@ def refusals(
             yield from _of_kind(model, config, assistant)
     if not (assistant is None or is_drafter or config.speculation_type == "dflash"):
         yield from _of_vocabularies(model, assistant, mode_kwargs)
-        if {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
-            vocabularies.check_translation(model, assistant, config, mode_kwargs)
+        names = ("tokenizer", "assistant_tokenizer")
+        if all(name in mode_kwargs for name in names):
+            tokenizers = {name: mode_kwargs[name] for name in names}
+            yield from _of_translation(model, assistant, config, tokenizers)
 
 
 def _of_fields(model: Any, config: GenerationConfig, assistant: Any) -> Iterator[str]:
@@ -116,6 +118,31 @@ def _of_vocabularies(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) ->
         yield f"The model has {size} tokens, `assistant_model` {assistants}: pass both `tokenizer` and `assistant_tokenizer`."
 
 
+def _of_translation(
+    model: Any, assistant: Any, config: GenerationConfig, tokenizers: dict[str, Any]
+) -> Iterator[str]:
+    """Why the assistant's tokens cannot be translated. Raises ``TypeError`` for what is no tokenizer."""
+    sampling = ["get_vocab", "convert_ids_to_tokens"] if config.do_sample else []
+    for name, tokenizer in tokenizers.items():
+        methods = ["decode", "encode", *sampling]
+        if missing := [f"{method}()" for method in methods if not hasattr(tokenizer, method)]:
+            raise TypeError(
+                f"`{name}` has to be a tokenizer, but is {type(tokenizer).__name__}, which has no "
+                f"{' and no '.join(missing)}."
+            )
+    if model.config.is_encoder_decoder and not assistant.config.is_encoder_decoder:
+        yield (
+            f"`assistant_model` ({type(assistant).__name__}) is decoder-only and has another "
+            "vocabulary than the encoder-decoder that it drafts for. Choose one with an encoder."
+        )
+    pairs = zip(tokenizers.values(), (model, assistant), strict=True)
+    if config.do_sample and not shared_tokens(*(Spelling(t, n_scores(m)) for t, m in pairs)):
+        yield (
+            "`tokenizer` and `assistant_tokenizer` have no token in common, so the assistant cannot "
+            "sample for the model. Choose an assistant with a related tokenizer, or decode greedily."
+        )
+
+
 def decoder_layers(model: Any) -> tuple[Any, nn.Module, str]:
     """The decoder, the module in it that has its list of layers, and its name there; ``ValueError`` without one."""
     decoder = model
@@ -124,7 +151,7 @@ def decoder_layers(model: Any) -> tuple[Any, nn.Module, str]:
     n_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
     lists = (
         (module, name, child)
-        for module in families.modules_of(decoder)
+        for module in modules_of(decoder)
         for name, child in module.named_children()
         if isinstance(child, nn.ModuleList)
     )

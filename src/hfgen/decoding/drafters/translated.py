@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
+from ...families import n_scores
 from ...logits.processors.lists import LogitsProcessorList, for_drafts, is_row_wise
 from ...memory.caches.layers import keeps_all_tokens
 from ...state.call import ModelKwargs
 from ...state.run import Run
-from ...state.text import n_common
-from ...state.vocabularies import INCOMPLETE, Spelling, n_scores, shared_tokens
+from ...state.text import INCOMPLETE, Spelling, n_common, shared_tokens
 from .assistant import Assistant
 from .base import Draft, DraftContext, Setup, draft_of_rows, drafted_tokens, prompts_of
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ...families import n_scores
 from ...settings.logs import logger
 from ...state.run import Run
-from ...state.vocabularies import n_scores
 from .. import constraints
 from ..constraints import n_tokens, wanted
 from .group_beam import NBestBeam

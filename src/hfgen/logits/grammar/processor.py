@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
+from ...families import n_scores
 from ...settings.fields import require_tokenizer
 from ...settings.grammar import Grammar
-from ...state.vocabularies import n_scores
 from ..thinking import Thinking, marker_ids
 from .follower import Followed, Follower
 from .llguidance import LLGuidance, library_of
