@@ -11,7 +11,7 @@ from hypothesis import given, seed
 
 import hfgen
 from hfgen.engine import Engine
-from hfgen.engine.drafting import DraftingRows
+from hfgen.engine.joined import DraftingRows
 from hfgen.running.padding import hides_padding
 from tests import tiny
 from tests.parity.harness import in_double

@@ -66,7 +66,10 @@ class Classes(MayJoin):
     def _merge_similar(self, same: list[JoinedRows], batches: list[JoinedRows]) -> None:
         by_length = sorted(same, key=lambda rows: rows.length)
         for shorter, longer in pairwise(by_length):
-            if self.is_mergeable(shorter.members, longer.members):
+            both = [*shorter.members, *longer.members]
+            saved = self.saved(shorter.members, longer.members)
+            is_similar = padding(both) <= MERGE_BELOW * cells(both)
+            if is_similar or saved < MERGE_COST * self.fixed_cost:
                 try:
                     longer.absorb(shorter)
                 except ValueError:  # what has joined one of them cannot join the other
@@ -83,12 +86,6 @@ class Classes(MayJoin):
         parts = [(by_length[:n], by_length[n:]) for n in range(1, len(by_length))]
         shorter, longer = max(parts, key=lambda two: self.saved(*two))
         return shorter if self.saved(shorter, longer) > self.fixed_cost else []
-
-    def is_mergeable(self, members: Sequence[Decoding], others: Sequence[Decoding]) -> bool:
-        """Whether two batches are to be one again."""
-        both = [*members, *others]
-        is_similar = padding(both) <= MERGE_BELOW * cells(both)
-        return is_similar or self.saved(members, others) < MERGE_COST * self.fixed_cost
 
     def saved(self, members: Sequence[Decoding], others: Sequence[Decoding]) -> float:
         """Bytes of cells that two batches save against one."""

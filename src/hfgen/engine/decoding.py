@@ -219,7 +219,6 @@ class Decoding:
             self.strategy.cache = stand_in
 
     def close(self) -> None:
-        """Release what the call holds."""
         self.steps.close()
         self.waiting_rows = None
         self.call.release()

@@ -27,11 +27,7 @@ LENGTHS = [0, *(2**power for power in range(25))]
 
 
 class Memory:
-    """The bytes that KV caches may take (``limit``), and how many a row needs.
-
-    ``memory``: bytes, or up to 1.0 a share of the bytes that are free now. Padding and the spare room of
-    buffers are not counted.
-    """
+    """The bytes that KV caches may take (``limit``; up to 1.0, a share of those free now), and how many a row needs."""
 
     def __init__(self, memory: float, device: torch.device) -> None:
         if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
@@ -44,7 +40,6 @@ class Memory:
         self.measured: list[int] = []
 
     def measure(self, cache: Any) -> None:
-        """Set the bytes of a row of each length, from a cache that holds tokens."""
         self.measured = [slots.bytes_of_row(cache, n) for n in LENGTHS]
 
     def needed(self, n_rows: int, n_tokens: int) -> float:

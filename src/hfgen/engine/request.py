@@ -125,7 +125,6 @@ class EngineRequest(Item):
         return self.engine.result(self)
 
     def gain(self, event: StreamEvent, now: float) -> None:
-        """Add an event to the output of its sequence."""
         sequence = self.sequences.setdefault(event.row, SequenceOutput())
         sequence.token_ids += event.token_ids
         if event.text:

@@ -33,19 +33,15 @@ State = Literal["new", "waiting", "prefill", "decoding", "done"]
 
 @dataclass(eq=False)
 class Item:
-    """A request as the scheduler sees it; an engine's are ``EngineRequest``s.
-
-    ``n_bytes`` is what it takes at its longest; ``n_bytes_now`` what it takes without growth, which only optimistic
-    admission reads (see ``resize``). ``n_done`` may be raised by what a prefix cache has.
-    """
+    """A request as the scheduler sees it; an engine's are ``EngineRequest``s."""
 
     n_tokens: int = 0  # to prefill
     n_rows: int = 1
-    n_bytes: float = 0
+    n_bytes: float = 0  # at its longest
     priority: int = 0
     is_whole: bool = False  # its prefill cannot be cut into chunks
-    n_done: int = 0  # tokens prefilled
-    n_bytes_now: float | None = None  # not known: all of `n_bytes` is reserved
+    n_done: int = 0  # tokens prefilled, or found in a prefix cache
+    n_bytes_now: float | None = None  # without growth; not known: all of `n_bytes` is reserved
     stays: bool = False  # beside the batches: it cannot be taken out
 
     # Written by the scheduler.
@@ -60,7 +56,6 @@ class Item:
 
     @property
     def n_left(self) -> int:
-        """Tokens that are left to prefill."""
         return self.n_tokens - self.n_done
 
     @property

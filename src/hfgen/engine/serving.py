@@ -48,7 +48,6 @@ class Service(AbstractAsyncContextManager["Service"]):
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken."""
         return self._thread is not None and not self._is_over
 
     async def __aenter__(self) -> Service:
@@ -250,7 +249,5 @@ class ServiceRequest(AsyncIterator["EngineEvent"], AbstractAsyncContextManager["
 
 @dataclass(slots=True)
 class _End:
-    """How a request has ended."""
-
     output: RequestOutput | None = None
     error: BaseException | None = None

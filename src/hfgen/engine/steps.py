@@ -18,9 +18,8 @@ from ..streaming import StreamEvent
 from ..streaming.plain import PlainRows
 from .classes import Classes, join_nearest
 from .decoding import Decoding
-from .drafting import DraftingRows
 from .errors import DoesNotFitError, as_exception
-from .joined import JoinedRows
+from .joined import DraftingRows, JoinedRows
 from .memory import Memory, make_way, put_back
 from .request import EngineEvent, EngineRequest, EngineStats, keeps_states
 from .scheduler import Chunk, Scheduler
