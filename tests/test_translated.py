@@ -374,11 +374,11 @@ def test_long_texts_are_encoded_once(name: str) -> None:
     tokens = target.encode(text)
     counting = Counting(other)
     row = Row(Spelling(target, len(target)), Spelling(counting, len(other)), 10, 10)
-    row.read(tokens[:1500])
+    row.tokens += tokens[:1500]
     row.context()
     counting.encoded = 0
     for start in range(1500, len(tokens), 4):
-        row.read(tokens[start : start + 4])
+        row.tokens += tokens[start : start + 4]
         context = row.context()
         whole = target.decode(tokens[: start + 4])
         assert other.decode(context) == whole or other.decode(context[1:]) == whole
@@ -394,7 +394,7 @@ def test_characters_of_several_bytes_are_left_to_the_assistant() -> None:
     tokens = target.encode(text)
     assert target.decode(tokens[:-1]).endswith("\ufffd")
     row = Row(Spelling(target, len(target)), Spelling(other, len(other)), 10, 10)
-    row.read(tokens[:-1])
+    row.tokens += tokens[:-1]
     assert other.decode(row.context()) == "values: m"
     assert row.follow(other.encode("ême", add_special_tokens=False)) in ([], tokens[-1:])
     drafted = [other.convert_tokens_to_ids(token) for token in ("ê", "m", "e")]

@@ -20,7 +20,7 @@ from ..running.row_states import is_replaced
 from ..settings.kinds import is_zero
 from ..state.call import Call
 from ..state.run import Run, Strategy
-from .drafters import Setup, checks
+from .drafters import Setup, refusals
 from .loop import finish
 from .outputs import GenerateOutput
 from .strategies import Beam, ConstrainedBeam, Contrastive, Dola, GroupBeam, Sample
@@ -157,7 +157,7 @@ def validate_generation_mode(
             raise ValueError(reason)
     if mode.strategy is Assisted or generation_mode_kwargs.get("assistant_model") is not None:
         drafting = generation_mode, generation_config, generation_mode_kwargs
-        for reason in checks.refusals(self, *drafting):
+        for reason in refusals(self, *drafting):
             raise ValueError(reason)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList
@@ -25,7 +26,6 @@ from ...state.call import ModelKwargs, Request
 from ...state.run import Run
 from ..loop import commit
 from .base import Draft, DraftContext, Drafter, Setup
-from .checks import decoder_layers
 from .schedule import relative_cost
 
 DEFAULT_THRESHOLD = 0.4  # of a draft's tokens, where no config says; upstream's default
@@ -88,7 +88,7 @@ class Assistant(Drafter):
         n_known = first - context.start
         tokens = ids[:, context.start :].clone()
         tokens[:, n_known:] = -1
-        processors = self.processors_of(run)
+        processors: Any = run.processors
         if not all(map(is_row_wise, processors)):  # what has a state is not to see drafts
             processors = copy.deepcopy(processors)
         all_scores: list[Tensor] = []
@@ -120,10 +120,6 @@ class Assistant(Drafter):
         drafted = tokens[:, : position + 1 - context.start]
         stacked = torch.stack(all_scores, dim=1) if all_scores else None
         return Draft(drafted, stacked, tuple(lengths))
-
-    def processors_of(self, run: Run) -> Any:
-        """The processors of the assistant's scores."""
-        return run.processors
 
     def ends(self, run: Run, tokens: Tensor, scores: Tensor) -> Tensor:
         """Which rows' drafts end with ``tokens (rows,)``."""
@@ -309,6 +305,25 @@ def first_layers(model: Any, n_layers: int) -> Any:
     config: Any = copy.deepcopy(decoder.config, configs)
     config.num_hidden_layers = n_layers
     return view
+
+
+def decoder_layers(model: Any) -> tuple[Any, nn.Module, str]:
+    """The decoder, the module in it that has its list of layers, and its name there; ``ValueError`` without one."""
+    decoder = model
+    with suppress(AttributeError, NotImplementedError):
+        decoder = model.get_decoder() or model
+    n_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
+    lists = (
+        (module, name, child)
+        for module in families.modules_of(decoder)
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList)
+    )
+    module, name, layers = next(lists, (decoder, "", []))
+    if len(layers) != n_layers or n_layers == 0:
+        name = type(model).__name__
+        raise ValueError(f"`assistant_early_exit` needs a list of decoder layers; {name} has none.")
+    return decoder, module, name
 
 
 def _view(module: Any, configs: dict) -> Any:

@@ -48,7 +48,7 @@ class UniversalDrafter(Assistant):
         for tokens in prompts_of(setup.run):
             opening = self.own.opening(self.target.text(tokens)) if starts is None else starts
             self.rows.append(Row(self.target, self.own, *windows, opening=opening))
-            self.rows[-1].read(tokens)
+            self.rows[-1].tokens += tokens
         self.n_read = [setup.run.ids.shape[1]] * len(self.rows)
         positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
         self.positions: float = positions or math.inf
@@ -69,7 +69,7 @@ class UniversalDrafter(Assistant):
         n_tokens = 0
         for index, (row, known) in enumerate(zip(self.rows, context.known, strict=True)):
             if not context.is_done[index]:
-                row.read(new[index][self.n_read[index] - first : known - first])
+                row.tokens += new[index][self.n_read[index] - first : known - first]
                 self.n_read[index], texts[index] = known, row.context()
                 n_tokens = max(n_tokens, context.end - known if texts[index] else 0)
         own = self.laid_out(texts, n_tokens) if n_tokens else None
@@ -181,8 +181,9 @@ class BySharedTokens(UniversalDrafter):
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
         return [self.to_target[token] for token in drafted]
 
-    def processors_of(self, run: Run) -> Any:
-        return LogitsProcessorList([self])
+    def use_parameters_of_rows(self, run: Run, target: Run) -> None:
+        super().use_parameters_of_rows(run, target)
+        run.processors = LogitsProcessorList([self])
 
     def translated(self, drafted: Draft, own: DraftContext, context: DraftContext) -> Draft | None:
         """Also the logits: those of each row's tokens, in the target's vocabulary."""
@@ -243,9 +244,6 @@ class Row:
         self.before = [*opening]
         self.n_overlap = 0
         self.newest: list[int] = []  # the end of the last context
-
-    def read(self, tokens: list[int]) -> None:
-        self.tokens += tokens
 
     def context(self) -> list[int]:
         window = self.encoded(self.begin)

@@ -105,7 +105,6 @@ def _check_prompt(run: Run, kind: str) -> None:
 
 
 def _call_hook(setup: Setup) -> Any:
-    """The generator that the model's hook makes."""
     run = setup.run
     generator = run.model._get_candidate_generator(
         generation_config=run.config,

@@ -44,9 +44,8 @@ from ...state.call import Call
 from ...state.run import Run, Speculation, Step
 from .. import outputs
 from ..drafters import base as drafting
-from ..drafters import make_drafter, make_schedule
+from ..drafters import has_foreign_generator, make_drafter, make_schedule
 from ..drafters.base import Acceptance, Draft, DraftContext, Setup
-from ..drafters.checks import has_foreign_generator
 from ..drafters.forced import UnderGrammar, under_grammar
 from ..drafters.lookup import PromptLookup
 from ..drafters.memory import DrafterOfCall

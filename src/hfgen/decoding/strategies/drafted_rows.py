@@ -29,8 +29,8 @@ class DraftedRows:
         self.may_look = device.type == "cpu" or self.is_in_step
         self.tokens = run.ids.to(torch.long, copy=True)  # ``(rows, …)``: known, then drafted ones
         self.guesses = self.tokens[:, :0]  # ``(rows, n_new)``: drafted tokens of the round, or -1
-        self._device_known: torch.Tensor | None = None
-        #: ``(rows,)``: whether a row ends at ``device_known``.
+        #: ``(rows,)``: the length known of each row, and whether it ends there.
+        self.device_known = torch.full((n_rows,), length, device=device)
         self.device_ended = ~stopping.may_begin(run.criteria, run.ids)
         #: ``(rows,)``: whether a row met a criterion, where no row ends before all do.
         self.is_hit = torch.zeros_like(self.device_ended)
@@ -41,17 +41,6 @@ class DraftedRows:
         if run.rows is not None:
             self.has_ended = self.device_ended.tolist()
         self.drafted = [0] * n_rows
-
-    @property
-    def device_known(self) -> torch.Tensor:
-        """``(rows,)``: the length known of each row; made where rounds whose rows the host compares need it."""
-        if self._device_known is None:
-            self._device_known = torch.tensor(self.known, device=self.tokens.device)
-        return self._device_known
-
-    @device_known.setter
-    def device_known(self, lengths: torch.Tensor) -> None:
-        self._device_known = lengths
 
     def place(self, tokens: torch.Tensor | None, start: int, width: int) -> None:
         """Write drafted ``tokens (rows, n)``, if any, into ``width`` columns from ``start`` on: padding where a
@@ -115,7 +104,7 @@ class DraftedRows:
 
     def set_known(self, known: list[int], has_ended: list[bool]) -> None:
         """Set how many tokens of each row are known, and which rows have ended."""
-        self._device_known = None
+        self.device_known = torch.tensor(known, device=self.tokens.device)
         if has_ended != self.has_ended:
             self.device_ended = torch.tensor(has_ended, device=self.tokens.device)
         self.known, self.has_ended = known, has_ended
