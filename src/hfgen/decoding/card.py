@@ -127,7 +127,6 @@ class CardWriter(Observer):
 
 
 def beside(run: Run) -> list[str]:
-    """What a call depended on and a card cannot hold."""
     call: Any = run.call
     request = call.request
     others = request.__slots__[2:-1]  # behind the inputs and the config

@@ -212,7 +212,6 @@ class Results(Observer):
             torch.cuda.reset_peak_memory_stats(run.ids.device)
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
-        """Note the time of a step, if times are asked for."""
         if self.has_metrics and self.first is None:
             self.first = _now(run)
 
@@ -250,7 +249,7 @@ def endings(run: Run, result: dict[str, Any]) -> list[Ending]:
     """How each returned row ended. Of hypotheses, whose length is known, only the end is looked at."""
     prompt_length = run.prompts.shape[1]
     rows = result["sequences"][:, prompt_length:].tolist()
-    causes = Causes.of_run(run, prompt_length)
+    causes = Causes(run.criteria, prompt_length)
     if is_search := (parents := result.get("beam_indices")) is not None:
         lengths = (parents >= 0).sum(dim=1).tolist()
         rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]

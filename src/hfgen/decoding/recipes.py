@@ -205,11 +205,10 @@ def minimum_bayes_risk(
 ) -> Recipe:
     """Draw samples and return those that are most like the others.
 
-    ``generate(ids, custom_generate=hfgen.minimum_bayes_risk(), do_sample=True,
-    num_return_sequences=16, tokenizer=tokenizer)`` returns the sample with the highest mean utility
-    against the other 15 of its prompt; the earlier one where two are equal. ``sequences_scores`` are
-    these means. What is recorded, and the cache, are of all samples; ``beam_indices`` says in which
-    row each returned token is recorded, as for beams.
+    ``generate(ids, custom_generate=hfgen.minimum_bayes_risk(), do_sample=True, num_return_sequences=16,
+    tokenizer=tokenizer)`` returns the sample with the highest mean utility (``sequences_scores``) against the other 15
+    of its prompt; the earlier one where two are equal. What is recorded, and the cache, are of all samples;
+    ``beam_indices`` says in which row each returned token is recorded, as for beams.
 
     Args:
         utility: ``(hypothesis, reference) -> float`` on the generated texts, more is better. By default

@@ -42,13 +42,9 @@ class Session(AbstractContextManager["Session"]):
 
     Args:
         model: A model with hfgen's mixin; any other is used through a view that has it.
-        args, kwargs: Those of ``generate``. Nothing is decoded yet. A row that samples without a ``seed`` gets
-            a random one.
+        args, kwargs: Those of ``generate``, whose errors are raised. A row that samples without a ``seed`` gets one.
         snapshot_every: So many tokens lie between two snapshots, if the cache cannot be cropped.
         snapshot_bytes: For all snapshots; the oldest go first, and those of the prompts stay.
-
-    Raises:
-        ValueError, TypeError, IndexError: What ``generate`` raises, and arguments that no session takes.
     """
 
     def __init__(
@@ -78,7 +74,6 @@ class Session(AbstractContextManager["Session"]):
             ]
 
     def _of(self, rows: list[Row]) -> Session:
-        """A session of other rows."""
         session = copy.copy(self)
         session._rows, session._lock, session._choices = rows, threading.Lock(), Choices()
         return session
@@ -133,10 +128,7 @@ class Session(AbstractContextManager["Session"]):
             return by_module
 
     def call(self, row: int) -> dict[str, Any]:
-        """Arguments with which ``model.generate`` decodes ``row`` alone, from an empty cache.
-
-        Its tokens are those of the row, and, if that has not ended, what comes after them.
-        """
+        """Arguments with which ``generate`` decodes ``row`` alone from an empty cache: its tokens, and what follows."""
         with self._turn():
             return self._rows[self._index(row)].as_call()
 
@@ -217,10 +209,7 @@ class Session(AbstractContextManager["Session"]):
             return self._of([row.copy() for row in (*self._rows, *other._rows)])
 
     def rewind(self, n: int | Sequence[int]) -> None:
-        """Remove the last ``n`` generated tokens, of all rows or one number for each; they go on from there.
-
-        Raises ``ValueError`` for more tokens than a row has behind its prompt.
-        """
+        """Remove the last ``n`` generated tokens, or a number of each row; ``ValueError`` for more than a row has."""
         with self._turn():
             numbers: Any = [n] * len(self) if isinstance(n, Integral) else n
             check_each(numbers, "n", len(self))
@@ -245,10 +234,7 @@ class Session(AbstractContextManager["Session"]):
                 row.feed(ids)
 
     def set(self, *, row: int | None = None, **arguments: Any) -> None:
-        """Set arguments of ``generate``, but for inputs, of one row or of all, from the next token on.
-
-        Raises what ``generate`` raises for values that cannot be used.
-        """
+        """Set arguments of ``generate``, but for inputs, of a row or of all, from the next token on; raises as it does."""
         with self._turn():
             places = range(len(self)) if row is None else [self._index(row)]
             for name, value in arguments.items():

@@ -15,10 +15,7 @@ KINDS = ("json", "regex", "lark")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language: ``text`` is a JSON schema, a regular expression, or a Lark grammar, as ``kind`` says.
-
-    Made by the functions of this module, and read when ``generate`` is called.
-    """
+    """A grammar, read when ``generate`` is called; its ``text`` is a JSON schema, a regular expression, or Lark."""
 
     kind: str
     text: str

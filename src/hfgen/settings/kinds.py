@@ -125,10 +125,9 @@ def _upstream(*names: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, slots=True)
 class RepetitionDetection:
-    """A row ends when its generated tokens end in a pattern, ``min_count`` times in a row.
+    """vLLM's ``RepetitionDetectionParams``: a row ends when a pattern ends it ``min_count`` times in a row.
 
-    The pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. Names and meaning are those of
-    vLLM's ``RepetitionDetectionParams``; a ``max_pattern_size`` of 0 is off.
+    The pattern has ``min_pattern_size`` to ``max_pattern_size`` generated tokens; a ``max_pattern_size`` of 0 is off.
     """
 
     max_pattern_size: int
@@ -189,9 +188,8 @@ NUMBER = _number(
     plain=lambda value: value if isinstance(value, int | float) else float(value),
     plain_types=(int, float),
 )
-FLOAT = _number(
-    "a number", plain=float, plain_types=(float,)
-)  # integers to a power grow without end
+# Integers to a power grow without end.
+FLOAT = _number("a number", plain=float, plain_types=(float,))
 TOKEN = _integer("a token id", _is_token)
 TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens, plain_types=(int,))
 TOKEN_LIST = Kind("a list of token ids", _is_token_list, _plain_tokens)

@@ -96,10 +96,7 @@ class SharedPrompt:
 
 @dataclass(slots=True)
 class Call:
-    """One call, from its arguments to the method that decodes it; made by ``prepare.prepare``.
-
-    The method finds it as ``config._call``, since the hook's signature is upstream's.
-    """
+    """One call, made by ``prepare.prepare``; its method finds it as ``config._call``, since signatures are upstream's."""
 
     request: Request
     config: GenerationConfig  # the resolved config: a copy that belongs to this call
@@ -149,7 +146,6 @@ class Call:
 
     @property
     def configs(self) -> list[GenerationConfig]:
-        """Return one config, or one for each prompt if they differ."""
         return [self.config] if self.rows is None else self.rows.configs
 
     @property
@@ -176,7 +172,6 @@ class Call:
         return False
 
     def decode(self, model: Any) -> Any:
-        """Run the decoding method; return its result."""
         try:
             return self.method(
                 model,

@@ -69,10 +69,7 @@ def uniform(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Te
 
 
 def gumbel(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32, for keys and tokens that broadcast.
-
-    It is the logarithm of an exponential variable, whose small values, which decide, are fine-grained.
-    """
+    """Standard Gumbel noise, float32, by an exponential variable whose small values, which decide, are fine-grained."""
     return -torch.log(-torch.log1p(-uniform(keys, position, tokens)))
 
 
@@ -113,7 +110,6 @@ class RowChoice:
         return cls(keys, is_sampled, prompt_length)
 
     def of_prompts(self, prompts: slice) -> RowChoice:
-        """The choice for some rows."""
         is_sampled = None if self.is_sampled is None else self.is_sampled[prompts]
         return RowChoice(self.keys[prompts], is_sampled, self.prompt_length)
 

@@ -95,8 +95,8 @@ class Detokenizer:
 class Pieces(dict[int, bytes]):
     """By token: the bytes in UTF-8 that it adds to a text; computed on first access.
 
-    They are those of ``transformers.StopStringCriteria``, which computes them for the whole vocabulary.
-    Special tokens are spelled out. A token with a leading space has it also at the start of a text.
+    They are those of ``transformers.StopStringCriteria``. Special tokens are spelled out. A token with a leading space
+    has it also at the start of a text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -122,7 +122,6 @@ class Pieces(dict[int, bytes]):
         return piece.encode()
 
     def of(self, ids: Iterable[int]) -> list[bytes]:
-        """The piece of each token."""
         return [self[token] for token in ids]
 
 

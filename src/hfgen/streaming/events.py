@@ -56,6 +56,7 @@ class Rows:
         self.recorder = next((o for o in run.observers if isinstance(o, Recorder)), None)
         if isinstance(run.criteria, StoppingCriteriaList):
             run.criteria.take_notes()
+        self.all_causes = Causes(run.criteria, self.prompt_length)
 
     def step(self, outputs: Any) -> list[StreamEvent]:
         """Choose the next tokens by ``outputs`` of the model; returns the new events."""
@@ -121,8 +122,7 @@ class Rows:
 
     def causes(self, row: Row) -> list[Any]:
         """The criteria that may have ended a row, up to the newest step."""
-        causes = Causes.of_run(self.run, self.prompt_length)
-        return causes.of(row.index, self.n_rows, self.is_search)
+        return self.all_causes.of(row.index, self.n_rows, self.is_search)
 
     def end(self, row: Row, tokens: list[int]) -> int | None:
         """The length at which the criteria end a row with ``tokens`` appended; ``None`` if it goes on."""

@@ -52,7 +52,6 @@ class Beam(NextToken):
         rows, self.prompt_length = run.ids.shape
         self.beams = int(config.num_beams) // (config.num_beam_groups or 1)
         self.batch = rows // self.beams
-        self.row_choice = run.row_choice
         functions = (*run.processors, *run.criteria)
         self.with_rows = [f for f in functions if hasattr(f, "reorder")]  # they remember rows
         device, eos, pad = run.ids.device, config._eos_token_tensor, config._pad_token_tensor
@@ -130,8 +129,8 @@ class Beam(NextToken):
     ) -> Hypotheses:
         """The ``n_candidates`` continuations of each of the ``searches``, of ``log_probs (rows, vocab)``."""
         totals = self.totals(log_probs, searches)
-        if self.row_choice is not None:
-            choice = self.row_choice.of_prompts(searches)
+        if run.row_choice is not None:
+            choice = run.row_choice.of_prompts(searches)
             index = self.likeliest(run, choice.perturbed(totals, run.ids.shape[1]))
         elif run.config.do_sample:
             step = run.ids.shape[1] - self.prompt_length

@@ -174,9 +174,8 @@ class Contrastive(Sample):
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         self.has_looked = False
         if self.is_recording:
-            layers.roll_back(
-                run.model_kwargs[self.cache_name], 0
-            )  # forget what no one takes back now
+            # Forget what no one takes back now.
+            layers.roll_back(run.model_kwargs[self.cache_name], 0)
         return super().step(run, model_outputs)
 
 

@@ -13,8 +13,6 @@ NEG_INF = -1.0e9  # stands for minus infinity where a difference between two of 
 
 @dataclass(slots=True)
 class Hypotheses:
-    """Scored sequences of each prompt."""
-
     ids: torch.Tensor  # (batch, n, length)
     parents: torch.Tensor  # (batch, n, steps): the row that scored each generated token, or -1
     scores: torch.Tensor  # (batch, n)

@@ -26,7 +26,6 @@ class Sample(NextToken):
         # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
         run.ids = run.ids.to(torch.long, copy=True, memory_format=torch.contiguous_format)
         rows = len(run.ids)
-        self.row_choice = run.row_choice
         self.unfinished = stopping.may_begin(run.criteria, run.ids)
         self.was_unfinished = self.unfinished  # as it was when the newest tokens were chosen
         # Processors of the caller's may write to the scores that they get.
@@ -71,9 +70,8 @@ class Sample(NextToken):
         return logits
 
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
-        """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
-        if self.row_choice is not None:
-            tokens, is_invalid = self.row_choice.choose(scores, run.ids.shape[1])
+        if run.row_choice is not None:
+            tokens, is_invalid = run.row_choice.choose(scores, run.ids.shape[1])
             self.invalid.mark(is_invalid, self.n_steps, self.unfinished)
             return tokens
         if not run.config.do_sample:

@@ -25,8 +25,6 @@ from .drafted_rows import DraftedRows
 
 @dataclass(frozen=True, slots=True)
 class DraftColumn:
-    """The draft for one position of all rows."""
-
     tokens: Tensor  # (rows,)
     is_drafted: Tensor  # (rows,): whether a row has a draft there
     logits: Tensor | None  # (rows, vocab): what tokens were drawn from, if known

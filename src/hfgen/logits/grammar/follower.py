@@ -43,16 +43,12 @@ class Followed:
 
 @dataclass(eq=False)
 class Follower:
-    """The rows of a call. Lists have an entry per prompt.
+    """The rows of a call. Lists have an entry per prompt."""
 
-    ``starts``: matchers at the beginning, ``None`` without a grammar. ``begins``: the lengths at which
-    the text, or a section of thoughts before it, begins. ``n_tokens``: ids from there on are no tokens.
-    """
-
-    starts: Sequence[LLMatcher | None]
+    starts: Sequence[LLMatcher | None]  # matchers at the beginning; without a grammar, none
     eos: Sequence[frozenset[int]]
-    begins: Sequence[int]
-    n_tokens: int
+    begins: Sequence[int]  # the lengths at which the text, or thoughts before it, begin
+    n_tokens: int  # ids from there on are no tokens
     thinking: Sequence[Thinking | None] = ()  # nobody thinks
     #: Which prompts end inside a section of thoughts, once that was looked up.
     is_open_prompt: dict[int, bool] = field(default_factory=dict)

@@ -48,7 +48,6 @@ class Recorder(Observer):
         return not self.has_support and self.settings.n_top not in (None, ALL)
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
-        """Measure the tokens of a step."""
         name = "scores" if self.settings.is_processed else "logits"
         scores: Any = getattr(step, name)
         if scores is None:

@@ -85,7 +85,6 @@ class Context:
 
     @property
     def configs(self) -> list[GenerationConfig]:
-        """One per prompt; one in all where prompts do not differ."""
         return [self.config] if self.rows is None else self.rows.configs
 
     def own(self, name: str) -> Any:

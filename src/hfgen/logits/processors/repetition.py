@@ -149,8 +149,6 @@ def put(scores: torch.Tensor, tokens: torch.Tensor, values: torch.Tensor) -> tor
 
 
 class NoRepeatNGramLogitsProcessor(upstream.NoRepeatNGramLogitsProcessor):
-    """Rules out tokens that would repeat an n-gram."""
-
     def __init__(self, ngram_size: int, n_pads: torch.Tensor | None = None) -> None:
         """``n_pads (rows,)``: how many pads, which are in no n-gram, each row begins with."""
         super().__init__(ngram_size)

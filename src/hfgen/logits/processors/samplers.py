@@ -18,10 +18,9 @@ LEAST = 1e-6  # a dynamic temperature below it is 0: scores would grow beyond fl
 
 
 class DynamicTemperature(LogitsProcessor):
-    """A temperature between ``temperature - range`` and ``temperature + range``, the higher the less certain.
+    """A temperature from ``temperature - range`` to ``temperature + range``, the higher the less certain (llama.cpp).
 
-    It grows with the entropy, divided by that of as many equal tokens, to the power of ``exponent``. As
-    llama.cpp's ``temp_ext``.
+    It grows with the entropy, divided by that of as many equal tokens, to the power of ``exponent``.
     """
 
     def __init__(self, temperature: float, span: float, exponent: float) -> None:
@@ -216,10 +215,9 @@ class Mirostat(Feedback):
 
 
 class AdaptiveP(Feedback):
-    """Favours tokens near a probability that moves so that drawn tokens have ``target`` on average.
+    """Favours tokens near a probability that moves so that drawn tokens have ``target`` on average, as llama.cpp.
 
-    As llama.cpp's sampler of that name. The average is weighted by ``decay`` per token. The state is the
-    weighted sum of probabilities, and the sum of weights.
+    The average is weighted by ``decay`` per token. The state is the weighted sum of probabilities, and of weights.
     """
 
     #: llama.cpp's score at the target, width of the peak, and rate of its decline.

@@ -33,8 +33,6 @@ class Banning:
 
 
 class SuppressTokensLogitsProcessor(Banning, upstream.SuppressTokensLogitsProcessor):
-    """Rules out given tokens at every step."""
-
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return self.without(self.suppress_tokens, scores)
 
@@ -85,8 +83,6 @@ class MinLengthLogitsProcessor(_NoEarlyEnd, upstream.MinLengthLogitsProcessor):
 
 
 class MinNewTokensLengthLogitsProcessor(_NoEarlyEnd, upstream.MinNewTokensLengthLogitsProcessor):
-    """No end before so many tokens are generated."""
-
     def __init__(self, start: int, least: int | torch.Tensor, ending: torch.Tensor) -> None:
         self.start, self.least, self.eos_token_id = start, least, ending
 

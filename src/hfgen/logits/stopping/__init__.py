@@ -14,7 +14,7 @@ from ...settings.fields import require_tokenizer
 from ..grammar import processor as grammar
 from ..processors.context import Builder, Context, Row, built
 from ..processors.lists import function_of, is_librarys, is_of_library, name_of
-from .causes import Causes, Notes, is_noted
+from .causes import Notes, is_noted
 from .strings import StopRegexCriteria, StopStringCriteria
 from .tokens import FinishReason as FinishReason
 from .tokens import RepetitionCriteria, RowLengthCriteria, StopTokenCriteria
@@ -25,7 +25,6 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
 
     #: Answers of criteria that are no functions of the ids, by place in the list; ``None``: not noted.
     notes: dict[int, Notes] | None = None
-    causes: Causes | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``ValueError`` if a caller's returns others."""
@@ -50,7 +49,7 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
     def take_notes(self) -> None:
         """Start to note the answers of criteria that cannot be asked again later."""
         noted = [place for place, criterion in enumerate(self) if is_noted(criterion)]
-        self.notes, self.causes = {place: Notes() for place in noted} or None, None
+        self.notes = {place: Notes() for place in noted} or None
 
     @property
     def max_length(self) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -17,9 +17,6 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from ..processors.context import CriteriaByRows
 from ..processors.lists import name_of
 from .tokens import FinishReason, RowLengthCriteria, StopTokenCriteria
-
-if TYPE_CHECKING:
-    from ...state.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +106,6 @@ def is_noted(criterion: Any) -> bool:
 
 
 class Causes:
-    """The causes for the rows of a call."""
-
     def __init__(self, criteria: Sequence[Any], prompt_length: int) -> None:
         self.prompt_length = prompt_length
         notes = getattr(criteria, "notes", None) or {}
@@ -121,15 +116,6 @@ class Causes:
             for part, _ in criterion.parts if is_by_rows else [(criterion, None)]:
                 cause = self.cause_of(part)
                 self.parts.append((criterion, part, cause, notes.get(place, Notes())))
-
-    @classmethod
-    def of_run(cls, run: Run, prompt_length: int) -> Causes:
-        causes = getattr(run.criteria, "causes", None)
-        if causes is None:
-            causes = cls(run.criteria, prompt_length)
-            if hasattr(run.criteria, "causes"):
-                run.criteria.causes = causes
-        return causes
 
     def cause_of(self, part: Any) -> Any:
         """The cause of a criterion, or a list of one for each prompt; ``None`` if it is noted."""
@@ -144,10 +130,7 @@ class Causes:
         return part if hasattr(part, "reason") else None
 
     def of(self, row: int, n_rows: int, is_search: bool) -> list[Any]:
-        """The causes for row ``row`` of ``n_rows``; where several end a row, the first counts.
-
-        The order is: EOS, stops, the caller's criteria, length, time. In a search, notes tell of any row.
-        """
+        """The causes for a row of ``n_rows``, of which the first counts: EOS, stops, the caller's, length, time."""
         causes: list[Any] = []
         for criterion, part, cause, notes in self.parts:
             if isinstance(criterion, CriteriaByRows) and part is not criterion.of_row(row, n_rows):

@@ -36,11 +36,10 @@ class FinishReason(str):
 
 
 class Cancellation(StoppingCriteria):
-    """Ends the calls that it is given to at their next token, when ``cancel`` is called.
+    """Ends the calls ``generate(…, cancel=cancellation)`` at their next token, when ``cancel`` is called.
 
-    ``generate(…, cancel=cancellation)`` returns what there is by then, the token of that step included;
-    rows that had not ended have the finish reason ``"cancelled"``. One object may serve several calls,
-    and once cancelled it stays so. Cancelling is safe from any thread.
+    They return what there is by then; rows that had not ended have the finish reason ``"cancelled"``. One object may
+    serve several calls, and once cancelled it stays so. Cancelling is safe from any thread.
     """
 
     is_row_wise = True
@@ -55,11 +54,9 @@ class Cancellation(StoppingCriteria):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether ``cancel`` has been called."""
         return self._event.is_set()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """``(rows,)`` bools for ``input_ids (rows, length)``, all the same."""
         return input_ids.new_full((len(input_ids),), self.is_cancelled, dtype=torch.bool)
 
 
