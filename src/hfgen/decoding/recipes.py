@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..settings.fields import require_tokenizer
+from ..settings.kinds import check_integer
 from ..state.run import Run, Step, Strategy
 from .loop import finish
 from .outputs import GenerateOutput
@@ -222,9 +223,6 @@ def minimum_bayes_risk(
         )
     if utility is not None and not callable(utility):
         raise TypeError(f"`utility` of minimum_bayes_risk() has to be callable, not {utility!r}.")
-    if not isinstance(n_best, int) or isinstance(n_best, bool):
-        raise TypeError(f"`n_best` has to be an integer, but is {n_best!r}.")
-    if n_best < 1:
-        raise ValueError(f"`n_best` has to be at least 1, but is {n_best}.")
+    check_integer(n_best, "n_best", 1)
     options = {"utility": utility or chrf(), "n_best": n_best, "on_tokens": on_tokens}
     return _MinimumBayesRisk(MinimumBayesRisk, options)

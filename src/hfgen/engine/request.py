@@ -17,6 +17,7 @@ from ..mixin import mixed_view
 from ..running.prefix import PrefixCache
 from ..running.ranks import is_together
 from ..running.row_states import foreign_code
+from ..settings.kinds import check_integer
 from ..settings.logs import logger
 from ..streaming import StreamEvent
 from .decoding import Decoding
@@ -271,8 +272,7 @@ def keeps_states(model: Any) -> bool:
 
 def check_numbers(priority: Any, timeout: Any) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a wrong ``priority`` or ``timeout`` of ``Engine.add``."""
-    if isinstance(priority, bool) or not isinstance(priority, Integral):
-        raise TypeError(f"`priority` has to be an integer, but is {priority!r:.80}.")
+    check_integer(priority, "priority")
     if isinstance(timeout, bool) or not isinstance(timeout, Real | None):
         raise TypeError(f"`timeout` has to be a number of seconds, but is {timeout!r:.80}.")
     if timeout is not None and math.isnan(timeout):

@@ -143,14 +143,6 @@ def ids_of(tokens: Any, row: Row) -> list[int]:
     return [int(token) for token in tokens]
 
 
-def check_number(number: Any, name: str, least: int) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what is no integer from ``least`` on."""
-    if isinstance(number, bool) or not isinstance(number, Integral):
-        raise TypeError(f"`{name}` has to be an integer, but is {number!r:.80}.")
-    if int(number) < least:
-        raise ValueError(f"`{name}` has to be at least {least}, but is {number}.")
-
-
 def check_each(values: Any, name: str, n_rows: int) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what has not an entry for each of ``n_rows``."""
     if isinstance(values, str) or not isinstance(values, Sequence | Tensor):

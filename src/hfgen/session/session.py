@@ -17,10 +17,11 @@ from .. import families
 from ..decoding.strategies.base import InvalidScoresError
 from ..memory.batch import TOKEN_DIM
 from ..mixin import mixed_view
+from ..settings.kinds import check_integer
 from ..state.call import Request
 from ..streaming import StreamEvent
 from ..streaming.plain import Choices
-from .arguments import IDS, REFUSED, check_each, check_number, edits_of, ids_of, split
+from .arguments import IDS, REFUSED, check_each, edits_of, ids_of, split
 from .row import Row
 from .states import MayJoinStates, forward, logits_of
 
@@ -55,8 +56,8 @@ class Session(AbstractContextManager["Session"]):
         snapshot_bytes: int = 2**28,
         **kwargs: Any,
     ) -> None:
-        check_number(snapshot_every, "snapshot_every", 1)
-        check_number(snapshot_bytes, "snapshot_bytes", 0)
+        check_integer(snapshot_every, "snapshot_every", 1)
+        check_integer(snapshot_bytes, "snapshot_bytes", 0)
         self.model: Any = mixed_view(model)
         self.snapshot_every, self.snapshot_bytes = snapshot_every, snapshot_bytes
         self._may_join, self._choices = MayJoinStates(self.model), Choices()
@@ -139,7 +140,7 @@ class Session(AbstractContextManager["Session"]):
 
         Other operations may come between two events. An exception leaves the rows as they were before the token.
         """
-        check_number(n, "n", 0)
+        check_integer(n, "n", 0)
         with self._turn():
             return self._steps(n)
 
@@ -181,7 +182,7 @@ class Session(AbstractContextManager["Session"]):
         the length of the row. States are copied when a copy is first stepped.
         """
         with self._turn():
-            check_number(n, "n", 1)
+            check_integer(n, "n", 1)
             if n > 1:  # the copies share what is forwarded of their row
                 self._forward([row for row in self._rows if row.states is None])
             copies = [row.copy(number) for row in self._rows for number in range(n)]
@@ -214,7 +215,7 @@ class Session(AbstractContextManager["Session"]):
             numbers: Any = [n] * len(self) if isinstance(n, Integral) else n
             check_each(numbers, "n", len(self))
             for index, (row, number) in enumerate(zip(self._rows, numbers, strict=True)):
-                check_number(number, "n", 0)
+                check_integer(number, "n", 0)
                 if number > (most := row.n_tokens - row.n_prompt):
                     raise ValueError(
                         f"Row {index} has {most} tokens behind its prompt, so that {number} cannot be removed."

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial, reduce
 from importlib import import_module
+from numbers import Integral
 from operator import le
 from typing import Any
 
@@ -51,6 +52,14 @@ def is_number(value: Any) -> bool:
 def is_integer(value: Any) -> bool:
     """Whether ``value`` counts something: 8, 8.0, ``numpy.int64(8)`` and ``tensor(8)`` do."""
     return isinstance(value, int) or (is_number(value) and float(value).is_integer())
+
+
+def check_integer(value: Any, name: str, least: float = -math.inf) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what is no integer from ``least`` on."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{name}` has to be an integer, but is {value!r:.80}.")
+    if int(value) < least:
+        raise ValueError(f"`{name}` has to be at least {least}, but is {value}.")
 
 
 def _is_flag(value: Any) -> bool:
@@ -137,8 +146,7 @@ class RepetitionDetection:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` or ``TypeError`` for sizes that no pattern has."""
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"`{name}` has to be an integer, but is {value!r}.")
+            check_integer(value, name)
         if self.max_pattern_size == 0:
             return
         if not 0 <= self.min_pattern_size <= self.max_pattern_size:
@@ -146,8 +154,7 @@ class RepetitionDetection:
                 f"`min_pattern_size` ({self.min_pattern_size}) has to be between 0 and "
                 f"`max_pattern_size` ({self.max_pattern_size})."
             )
-        if self.min_count < 2:
-            raise ValueError(f"`min_count` has to be at least 2, but is {self.min_count}.")
+        check_integer(self.min_count, "min_count", 2)
 
     @classmethod
     def of(cls, value: Any) -> RepetitionDetection:
