@@ -23,7 +23,7 @@ from benchmarks import output
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.side_by_side import machine
 from hfgen.logits.stopping import StopRegexCriteria, StopStringCriteria
-from hfgen.logits.stopping.tokens import RepetitionCriteria, StopTokenCriteria
+from hfgen.logits.stopping.reasons import RepetitionCriteria, StopTokenCriteria
 from hfgen.logits.thinking import ThinkingBudget
 from hfgen.settings.kinds import RepetitionDetection
 from hfgen.state.text import Detokenizer

@@ -14,8 +14,8 @@ from transformers import LogitsProcessor
 
 import hfgen
 from hfgen.logits.stopping import StopRegexCriteria, StopStringCriteria
+from hfgen.logits.stopping.reasons import RepetitionCriteria
 from hfgen.logits.stopping.strings import WINDOW
-from hfgen.logits.stopping.tokens import RepetitionCriteria
 from hfgen.settings.kinds import RepetitionDetection
 from tests import tiny
 from tests.scripted import PROMPT, generated, ids_of, model, tokenizer, write

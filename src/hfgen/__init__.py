@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .engine.many import generate_many as generate_many
     from .logits.logprobs import Logprobs as Logprobs
     from .logits.logprobs import TokenLogprob as TokenLogprob
-    from .logits.stopping.tokens import Cancellation as Cancellation
+    from .logits.stopping.reasons import Cancellation as Cancellation
     from .memory.caches.pool import free_caches as free_caches
     from .mixin import GenerationMixin as GenerationMixin
     from .patching import AutoModelForCausalLM as AutoModelForCausalLM
@@ -65,7 +65,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "tools.builtin": ["builtin_model"],
     "memory.caches.pool": ["free_caches"],
-    "logits.stopping.tokens": ["Cancellation"],
+    "logits.stopping.reasons": ["Cancellation"],
     "prepare.generation_config": ["GenerationConfig", "SamplingParams"],
     "decoding.activations": ["Record"],
     "decoding.card": ["Card", "card"],

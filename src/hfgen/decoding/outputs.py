@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from .. import families
 from ..logits.stopping import FinishReason, StoppingCriteriaList
-from ..logits.stopping.causes import Causes, at_end, first
+from ..logits.stopping.reasons import Causes, at_end, first
 from ..logits.stopping.strings import TextCriteria, text_until
 from ..memory.caches import layers as cache_layers
 from ..state.run import Observer, Run, Step, Strategy

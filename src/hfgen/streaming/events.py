@@ -8,7 +8,7 @@ from typing import Any
 from ..decoding.outputs import Ending, spelling, text_of
 from ..logits.logprobs import Recorder, TokenLogprob
 from ..logits.stopping import FinishReason, StoppingCriteriaList
-from ..logits.stopping.causes import UNKNOWN, Causes, first
+from ..logits.stopping.reasons import UNKNOWN, Causes, first
 from ..logits.stopping.strings import TextCriteria
 from ..state.run import Run, Step, Strategy
 from ..state.text import Detokenizer

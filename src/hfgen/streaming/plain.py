@@ -22,7 +22,7 @@ from ..logits.logprobs import Recorder, TokenLogprob
 from ..logits.logprobs.recorder import Position, PromptRecorder
 from ..logits.logprobs.result import Measures, measure, token_logprobs
 from ..logits.processors.lists import reads_scores_only
-from ..logits.stopping.causes import is_noted
+from ..logits.stopping.reasons import is_noted
 from ..running.prefix.session import PrefixSession
 from ..state import seeds
 from .events import Rows, StreamEvent

@@ -14,10 +14,9 @@ from ...settings.fields import require_tokenizer
 from ..grammar import processor as grammar
 from ..processors.context import Builder, Context, Row, built
 from ..processors.lists import function_of, is_librarys, is_of_library, name_of
-from .causes import Notes, is_noted
+from .reasons import FinishReason as FinishReason
+from .reasons import Notes, RepetitionCriteria, RowLengthCriteria, StopTokenCriteria, is_noted
 from .strings import StopRegexCriteria, StopStringCriteria
-from .tokens import FinishReason as FinishReason
-from .tokens import RepetitionCriteria, RowLengthCriteria, StopTokenCriteria
 
 
 class StoppingCriteriaList(transformers.StoppingCriteriaList):

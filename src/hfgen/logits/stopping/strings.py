@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from ...state.text import Pieces, decode
-from .tokens import FinishReason
+from .reasons import FinishReason
 
 WINDOW = 512  # ``stop_regex`` is searched for in the text of so many tokens at the end of a row
 

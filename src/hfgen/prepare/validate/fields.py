@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from ...decoding import constraints
 from ...families import accepted_names
-from ...logits.stopping.tokens import Cancellation
+from ...logits.stopping.reasons import Cancellation
 from ...memory import caches
 from ...settings.fields import (
     FIELDS,
