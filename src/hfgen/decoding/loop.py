@@ -5,22 +5,19 @@ from __future__ import annotations
 import traceback
 from collections.abc import Generator
 from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers.utils import ModelOutput
 
 from ..logits import logprobs
 from ..logits.logprobs.recorder import PromptRecorder
+from ..memory.batch import Batch
 from ..running import ahead, ranks
 from ..state.run import Observer, Run, Step, Strategy
 from . import activations
 from .card import CardWriter
 from .outputs import GenerateOutput, Recording, Results
-
-if TYPE_CHECKING:
-    from transformers.utils import ModelOutput
-
-    from ..memory.batch import Batch
 
 
 def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:

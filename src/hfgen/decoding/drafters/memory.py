@@ -14,17 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ...settings.kinds import is_integer
+from ...state.run import Run
 from .base import Acceptance, Draft, DraftContext, Drafter, draft_of_rows, prompts_of
-
-if TYPE_CHECKING:
-    from ...state.run import Run
 
 KEY = 3  # tokens that have to match: a chain goes through the places that follow the same ones
 LONGEST = 32  # tokens that are compared: longer matches count as this long
