@@ -18,7 +18,10 @@ from .state.call import Request
 
 
 def run(model: Any, request: Request) -> Any:
-    """Run a call whose ``request.runs_elsewhere``; a repository's code runs only with ``trust_remote_code=True``."""
+    """Run a call whose ``request.runs_elsewhere``; returns what that code returns.
+
+    ``custom_generate/generate.py`` of a repository runs only with ``trust_remote_code=True``.
+    """
     if not isinstance(request.custom_generate, str):
         return generate_paged(model, request)
     kwargs = dict(request.kwargs)

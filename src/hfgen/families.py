@@ -177,7 +177,11 @@ def tokens_before_prompt(model: Any) -> int:
 
 
 def keeps_other_state(model: Any) -> bool:
-    """Whether rows have states besides the cache: in RecurrentGemma, Voxtral's encoder, GLM-Image (positions)."""
+    """Return whether states are kept besides the cache, by the model type.
+
+    RecurrentGemma's modules and Voxtral's encoder keep states of rows, GLM-Image's model the positions of
+    the last prefill's rows.
+    """
     return model.config.model_type in ("glm_image", "recurrent_gemma", "voxtral_realtime")
 
 
@@ -222,7 +226,10 @@ def has_plain_head(model: Any) -> bool:
 
 
 def placeholder_tokens(model: Any) -> list[int]:
-    """Ids that stand for parts of an image, a video or sound, never for text; also Ovis's indicators of an image."""
+    """Ids that stand for parts of an image, a video or sound in the prompt, never for text.
+
+    Ovis's indicators of an image do so, too, where the image is forwarded.
+    """
     names = [f"{kind}_token_{e}" for kind in ("image", "video", "audio") for e in ("id", "index")]
     ids = [getattr(model.config, name, None) for name in names]
     ids += getattr(model.config, "visual_indicator_token_ids", None) or ()

@@ -120,7 +120,8 @@ def _refuse_arguments(function: str, given: tuple[object, ...]) -> None:
 def patch(*given: object) -> None:
     """Let every transformers model generate with hfgen until ``unpatch()``, one for each call.
 
-    A method of ``transformers.GenerationMixin`` that somebody else has replaced stays. Raises ``TypeError`` for a model.
+    hfgen's stages are put into ``transformers.GenerationMixin``, also for calls of ``super()``; a method that
+    somebody else has put there stays. Raises ``TypeError`` for a model: ``mix_into`` takes one.
     """
     global _patches
     _refuse_arguments("patch", given)

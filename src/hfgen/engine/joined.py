@@ -37,7 +37,11 @@ TRIAL, TRIAL_EVERY = 3, 16
 
 
 class Moves(Cache):
-    """Replaces the cache in a request's own arguments; records how beams reorder it, which the shared cache follows."""
+    """Replaces the cache in a request's own arguments, and records how its rows are reordered.
+
+    Beam search reorders the layers of its cache. The shared cache follows before the next forward pass; it
+    does so too where a request takes drafts back.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[self])

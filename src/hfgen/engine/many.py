@@ -43,14 +43,22 @@ def generate_many(
 
     Args:
         model: Any model; one without hfgen's mixin stays as it is.
-        prompts: Each is a prompt as of ``Engine.add``, or a pair of one and a dict of its own arguments, which come
-            before ``kwargs``. ``TypeError`` for a single text or mapping in place of a list.
+        prompts: Each is a prompt, or a pair of a prompt and a dict of its own arguments, which come
+            before ``kwargs``. A prompt is text, token ids, a list of chat messages, or a mapping of
+            model inputs, as of ``Engine.add``.
         tokenizer: For prompts that are text, stop strings, and the text of outputs.
         in_order: Give outputs in the order of the prompts; else as they finish.
-        progress: Show a bar on standard error: tokens per second, and the time left if ``prompts`` has a length.
-        on_error: What becomes of a request that cannot be used, or that fails: ``"return"`` gives an output with
-            ``error`` and the ``finish_reason`` ``"error"`` in its place, ``"raise"`` raises, which ends all.
-        kwargs: Those of ``generate``, ``priority`` and ``timeout`` for all prompts; and the engine's ``ENGINE_OPTIONS``.
+        progress: Show a bar on standard error: tokens per second, and the time left if ``prompts`` has
+            a length.
+        on_error: What becomes of a request that cannot be used, or that fails: ``"return"`` gives an
+            output with ``error`` and the ``finish_reason`` ``"error"`` in its place, ``"raise"`` raises
+            the error there, which ends all.
+        kwargs: Those of ``generate``, ``priority`` and ``timeout`` for all prompts; and the engine's
+            ``max_rows``, ``memory``, ``prefill_tokens``, ``policy`` and ``prefix_cache``.
+
+    Raises:
+        TypeError: ``prompts`` is a single text, or a mapping, in place of a list of prompts.
+        ValueError: ``on_error`` is neither, or an option of the engine has a wrong value.
     """
     if isinstance(prompts, str | bytes | Mapping):
         raise TypeError(

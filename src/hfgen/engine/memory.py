@@ -27,7 +27,11 @@ LENGTHS = [0, *(2**power for power in range(25))]
 
 
 class Memory:
-    """The bytes that KV caches may take (``limit``; up to 1.0, a share of those free now), and how many a row needs."""
+    """The bytes that KV caches may take (``limit``), and how many a row needs.
+
+    ``memory``: bytes, or up to 1.0 a share of the bytes that are free now. Padding and the spare room of
+    buffers are not counted.
+    """
 
     def __init__(self, memory: float, device: torch.device) -> None:
         if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:

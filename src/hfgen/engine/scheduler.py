@@ -33,7 +33,11 @@ State = Literal["new", "waiting", "prefill", "decoding", "done"]
 
 @dataclass(eq=False)
 class Item:
-    """A request as the scheduler sees it; an engine's are ``EngineRequest``s."""
+    """A request as the scheduler sees it; an engine's are ``EngineRequest``s.
+
+    ``n_bytes`` is what it takes at its longest; ``n_bytes_now`` what it takes without growth, which only optimistic
+    admission reads (see ``resize``). ``n_done`` may be raised by what a prefix cache has.
+    """
 
     n_tokens: int = 0  # to prefill
     n_rows: int = 1

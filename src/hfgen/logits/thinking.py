@@ -48,7 +48,11 @@ class Thinking:
     may_begin: bool
 
     def split(self, tokens: torch.Tensor, is_open: bool) -> tuple[int, int | None]:
-        """How many of ``tokens (n,)`` precede the text, -1 while the row thinks, and the next token of a begun ``start``."""
+        """How many of the generated ``tokens (n,)`` precede the text, -1 while the row thinks.
+
+        Also the next token of ``start``, if ``tokens`` are nothing but the beginning of it. ``is_open``:
+        the prompt ends inside a section.
+        """
         n, n_start = len(tokens), len(self.start)
         if is_open:
             return first(tokens, self.end), None

@@ -283,7 +283,11 @@ def prepare_generated_length(
     input_ids_length: int,
     inputs_tensor: torch.Tensor,
 ) -> transformers.GenerationConfig:
-    """Turn every way to say how long into ``max_length`` and ``min_length``, with the prompt, without embeddings."""
+    """Turn every way to say how long into ``max_length`` and ``min_length``, prompt included.
+
+    ``max_new_tokens`` and ``min_new_tokens`` win. The default of 20 means 20 new tokens. The length
+    of embeddings, which have no ids, comes off.
+    """
     config = generation_config
     has_embeds = model_input_name == "inputs_embeds" and not self.config.is_encoder_decoder
     embeds_length = inputs_tensor.shape[1] if has_embeds else 0

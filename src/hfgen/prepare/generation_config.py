@@ -16,7 +16,11 @@ from . import rows, validate
 
 
 class GenerationConfig(transformers.GenerationConfig):
-    """transformers' class with hfgen's fields; ``strict``, which is not saved, refuses fields that nobody knows."""
+    """transformers' ``GenerationConfig``, which also takes what ``generate`` in hfgen takes.
+
+    ``strict=True`` raises ``ValueError`` on a field that nobody knows, naming the nearest one.
+    ``strict`` itself is not stored: the saved ``generation_config.json`` is upstream's.
+    """
 
     def __init__(self, strict: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -56,7 +60,10 @@ for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays 
 
 @contextmanager
 def _without_own_values(config: Any, *unset: str) -> Iterator[None]:
-    """Within, ``unset`` fields are ``None``, and nothing is hfgen's own: no 0 new tokens, no registered cache."""
+    """Within, ``unset`` fields are ``None``, and others have no value that only hfgen knows.
+
+    These are no new tokens, and caches that were registered.
+    """
     hidden = (*unset, "max_new_tokens", "cache_implementation")
     values = {name: getattr(config, name) for name in hidden}
     vars(config).update(dict.fromkeys(unset))

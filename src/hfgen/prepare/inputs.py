@@ -133,7 +133,10 @@ def prepare_model_inputs(
     bos_token_id: torch.Tensor | None,
     model_kwargs: ModelKwargs,
 ) -> tuple[torch.Tensor, str | None, ModelKwargs]:
-    """The main input, in default of any a BOS token per row, its name, and the model kwargs without it."""
+    """The main input, its name, and the model kwargs without it.
+
+    It comes as ``inputs``, by name, or as ``inputs_embeds``; else it is one BOS token per row.
+    """
     is_encoder_decoder = self.config.is_encoder_decoder
     has_encoder = is_encoder_decoder and hasattr(self, "encoder")
     name = (self.encoder if has_encoder else self).main_input_name

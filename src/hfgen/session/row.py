@@ -71,7 +71,8 @@ class Continued(Sample):
 class Snapshot:
     """The states of a row's first ``length`` tokens, at ``place`` of ``states``, which nobody writes to.
 
-    ``outputs``: of the last of these, if known; ``states``: ``None`` if a longer cache can be cropped to it.
+    ``outputs``: those of the last of these tokens, if they are known; ``states``: ``None`` if a longer cache
+    can be cropped to it.
     """
 
     length: int

@@ -43,9 +43,13 @@ class Session(AbstractContextManager["Session"]):
 
     Args:
         model: A model with hfgen's mixin; any other is used through a view that has it.
-        args, kwargs: Those of ``generate``, whose errors are raised. A row that samples without a ``seed`` gets one.
+        args, kwargs: Those of ``generate``. Nothing is decoded yet. A row that samples without a ``seed`` gets
+            a random one.
         snapshot_every: So many tokens lie between two snapshots, if the cache cannot be cropped.
         snapshot_bytes: For all snapshots; the oldest go first, and those of the prompts stay.
+
+    Raises:
+        ValueError, TypeError, IndexError: What ``generate`` raises, and arguments that no session takes.
     """
 
     def __init__(
@@ -129,7 +133,10 @@ class Session(AbstractContextManager["Session"]):
             return by_module
 
     def call(self, row: int) -> dict[str, Any]:
-        """Arguments with which ``generate`` decodes ``row`` alone from an empty cache: its tokens, and what follows."""
+        """Arguments with which ``model.generate`` decodes ``row`` alone, from an empty cache.
+
+        Its tokens are those of the row, and, if that has not ended, what comes after them.
+        """
         with self._turn():
             return self._rows[self._index(row)].as_call()
 
@@ -235,7 +242,10 @@ class Session(AbstractContextManager["Session"]):
                 row.feed(ids)
 
     def set(self, *, row: int | None = None, **arguments: Any) -> None:
-        """Set arguments of ``generate``, but for inputs, of a row or of all, from the next token on; raises as it does."""
+        """Set arguments of ``generate``, but for inputs, of one row or of all, from the next token on.
+
+        Raises what ``generate`` raises for values that cannot be used.
+        """
         with self._turn():
             places = range(len(self)) if row is None else [self._index(row)]
             for name, value in arguments.items():

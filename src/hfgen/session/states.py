@@ -172,7 +172,10 @@ class States:
 
 @contextmanager
 def edited(row: Row, sequences: Any, n: int) -> Iterator[None]:
-    """Run a forward of ``sequences.ids (rows, columns)``, without padding the last ``n``, with the rows' interventions."""
+    """Run a forward with the interventions of ``row``, which all rows have.
+
+    ``sequences``: has ``ids (rows, columns)``, up to those that are forwarded, the last ``n`` of which are no padding.
+    """
     edits = row.call.interventions
     if edits is None:
         yield

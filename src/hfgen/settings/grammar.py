@@ -15,7 +15,10 @@ KINDS = ("json", "regex", "lark")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar, read when ``generate`` is called; its ``text`` is a JSON schema, a regular expression, or Lark."""
+    """A language: ``text`` is a JSON schema, a regular expression, or a Lark grammar, as ``kind`` says.
+
+    Made by the functions of this module, and read when ``generate`` is called.
+    """
 
     kind: str
     text: str

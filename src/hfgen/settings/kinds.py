@@ -134,9 +134,10 @@ def _upstream(*names: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, slots=True)
 class RepetitionDetection:
-    """vLLM's ``RepetitionDetectionParams``: a row ends when a pattern ends it ``min_count`` times in a row.
+    """A row ends when its generated tokens end in a pattern, ``min_count`` times in a row.
 
-    The pattern has ``min_pattern_size`` to ``max_pattern_size`` generated tokens; a ``max_pattern_size`` of 0 is off.
+    The pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. Names and meaning are those of
+    vLLM's ``RepetitionDetectionParams``; a ``max_pattern_size`` of 0 is off.
     """
 
     max_pattern_size: int

@@ -16,7 +16,10 @@ TO_LAST_POSITION = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One field of vLLM's class, and what it becomes here; with a ``reason``, other values than the default are refused."""
+    """One field of vLLM's class: its default there, and the fields that it becomes here.
+
+    With a ``reason``, values other than the default are refused, unless both mean "off".
+    """
 
     default: Any
     becomes: Callable[[Any], dict[str, Any]] = lambda value: {}
@@ -139,7 +142,10 @@ PARAMS: dict[str, Param] = {
 
 
 def translated(params: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a generation config for ``params`` by vLLM's names; those of sampling only if they sample."""
+    """The fields of a generation config that say what ``params``, by vLLM's names, say there.
+
+    Greedy ones are without those of sampling, which transformers would warn of.
+    """
     if unknown := [name for name in params if name not in PARAMS]:
         raise ValueError(f"SamplingParams does not know {with_suggestions(unknown, PARAMS)}.")
     fields: dict[str, Any] = {}

@@ -96,7 +96,10 @@ class SharedPrompt:
 
 @dataclass(slots=True)
 class Call:
-    """One call, made by ``prepare.prepare``; its method finds it as ``config._call``, since signatures are upstream's."""
+    """One call, from its arguments to the method that decodes it; made by ``prepare.prepare``.
+
+    The method finds it as ``config._call``, since the hook's signature is upstream's.
+    """
 
     request: Request
     config: GenerationConfig  # the resolved config: a copy that belongs to this call

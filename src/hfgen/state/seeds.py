@@ -69,7 +69,10 @@ def uniform(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Te
 
 
 def gumbel(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32, by an exponential variable whose small values, which decide, are fine-grained."""
+    """Standard Gumbel noise, float32, for keys and tokens that broadcast.
+
+    It is the logarithm of an exponential variable, whose small values, which decide, are fine-grained.
+    """
     return -torch.log(-torch.log1p(-uniform(keys, position, tokens)))
 
 

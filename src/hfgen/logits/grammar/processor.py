@@ -25,7 +25,8 @@ LOWEST = -1e30  # the score of every token of a beam that has ended: it stays be
 class GrammarProcessor(LogitsProcessor):
     """Leaves the tokens that the grammar of a row allows, and an EOS where its text is complete.
 
-    Its state is a function of the ids. Rows that have ended keep their scores; among beams, they get the lowest.
+    Its state is a function of the ids, so that beams, drafts and rollbacks need no extra care.
+    Rows that have ended keep their scores; among beams, they get the lowest.
     """
 
     llguidance: LLGuidance
@@ -128,7 +129,11 @@ class GrammarCriterion(StoppingCriteria):
 
 
 def check(model: Any, call: Any) -> None:
-    """Compile the grammars of a call; ``ValueError`` or ``ImportError`` if one, or the tokenizer, cannot be used."""
+    """Compile the grammars of a call.
+
+    Raises ``ValueError`` for DoLa, for no tokenizer or one that is not read or has more tokens than the
+    model, and for a grammar that llguidance refuses; ``ImportError`` without llguidance.
+    """
     if call.config.dola_layers is not None:
         raise ValueError(
             "`grammar` does not go together with DoLa (`dola_layers`), which drops all but the likely "

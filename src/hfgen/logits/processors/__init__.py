@@ -156,7 +156,10 @@ def get_logits_processor(
     negative_prompt_ids: torch.Tensor | None = None,
     negative_prompt_attention_mask: torch.Tensor | None = None,
 ) -> Any:
-    """All processors of a call, the caller's among them; ``encoder_input_ids`` are the main input."""
+    """All processors of a call, the caller's ``logits_processor`` among them.
+
+    ``input_ids_seq_length``: the decoder's prompt; ``encoder_input_ids``: the main input of the call.
+    """
     call = getattr(generation_config, "_call", None)
     context = Context(
         model=self,

@@ -49,8 +49,9 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(
 class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
     """Guidance for encoder-decoders.
 
-    As in transformers, the model gets the negative prompt without decoder ids, which some derive from it (BART, mBART).
-    Where that raises, or would for a padded one, the encoder reads that prompt and the decoder the tokens so far.
+    transformers gives the negative prompt to the model without decoder ids. Where models derive these from
+    the encoder's ids (BART, mBART), the same is done here, for equal tokens. Where that raises, or would
+    for a padded negative prompt, the encoder reads that prompt and the decoder the tokens so far.
     """
 
     encoded: dict[str, Any] | None = None  # the decoder's arguments besides ids

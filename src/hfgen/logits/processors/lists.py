@@ -23,7 +23,11 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
     """Processors, applied in order; those that take more get the keyword arguments of the call."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """Processed ``scores (rows, vocab)``, for guidance of twice the rows; ``ValueError`` for what is no scores."""
+        """Processed scores ``(rows, vocab)`` of ``input_ids (rows, length)``.
+
+        ``scores`` may have a multiple of the rows, for guidance to fold. Raises ``ValueError`` if a
+        processor lacks an argument, or returns anything but scores over the same vocabulary.
+        """
         if not is_of_library(super().__call__.__func__):  # somebody has replaced it
             return super().__call__(input_ids, scores, **kwargs)
         raw_scores = scores

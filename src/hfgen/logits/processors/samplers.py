@@ -18,9 +18,10 @@ LEAST = 1e-6  # a dynamic temperature below it is 0: scores would grow beyond fl
 
 
 class DynamicTemperature(LogitsProcessor):
-    """A temperature from ``temperature - range`` to ``temperature + range``, the higher the less certain (llama.cpp).
+    """A temperature between ``temperature - range`` and ``temperature + range``, the higher the less certain.
 
-    It grows with the entropy, divided by that of as many equal tokens, to the power of ``exponent``.
+    It grows with the entropy, divided by that of as many equal tokens, to the power of ``exponent``. As
+    llama.cpp's ``temp_ext``.
     """
 
     def __init__(self, temperature: float, span: float, exponent: float) -> None:
@@ -215,9 +216,10 @@ class Mirostat(Feedback):
 
 
 class AdaptiveP(Feedback):
-    """Favours tokens near a probability that moves so that drawn tokens have ``target`` on average, as llama.cpp.
+    """Favours tokens near a probability that moves so that drawn tokens have ``target`` on average.
 
-    The average is weighted by ``decay`` per token. The state is the weighted sum of probabilities, and of weights.
+    As llama.cpp's sampler of that name. The average is weighted by ``decay`` per token. The state is the
+    weighted sum of probabilities, and the sum of weights.
     """
 
     #: llama.cpp's score at the target, width of the peak, and rate of its decline.
