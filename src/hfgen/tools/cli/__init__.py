@@ -45,7 +45,7 @@ def describe(error: Exception, arguments: Sequence[str]) -> tuple[int, str]:
     if hasattr(error, "format_message"):  # a usage error, whose class depends on typer's version
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "hfgen"
-        message = error.format_message().rstrip(".")
+        message = error.format_message().rstrip(".").replace("Value error, ", "")
         names = getattr(getattr(error, "param", None), "opts", ())
         pairs = pairwise("=".join(arguments).split("="))  # "--name value" or "--name=value"
         for value in [value for name, value in pairs if name in names and value not in message]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 import hfgen
 
@@ -29,11 +29,13 @@ def batch(
     source: options.ModelOptions,
     engine: options.EngineOptions,
     fields: FieldsWithoutAssistant,
-    requests: Path = options.input_file("IN.jsonl", "Requests, one JSON object on each line."),
+    requests: Path = Argument(
+        metavar="IN.jsonl", help="Requests, one JSON object on each line.", **options.FILE
+    ),
     output: Path = Option(..., "--output", "-o", metavar="OUT.jsonl", help="Append answers here."),
     shard: str | None = Option(None, metavar="i/n", help="Only every n-th line, from the i-th."),
-    policy: str = options.choice(
-        "fcfs", ("fcfs", "srpt"), "Order: fcfs, or srpt (short prompts first).", "--policy"
+    policy: Literal["fcfs", "srpt"] = Option(
+        "fcfs", metavar="ORDER", help="fcfs, or srpt (short prompts first)."
     ),
     card: Path | None = Option(None, metavar="CARD.json", help="Write hfgen.card of the answers."),
 ) -> None:

@@ -39,7 +39,7 @@ def compare(
     prompts: list[str] | None = Argument(None, help="Prompts; - or a pipe: of standard input."),
     batch: bool = Option(False, "--batch", help="All prompts in one call, padded to one length."),
     repeat: int = options.REPEAT,
-    seed: int = options.seed("Seed of each call.", "--seed"),
+    seed: int = Option(0, help="Seed of each call.", **options.SEED),
     as_json: bool = options.JSON,
 ) -> None:
     """Run transformers and hfgen side by side: tokens, first difference, times.
@@ -121,7 +121,6 @@ def logit_gap(output: Any, row: int, position: int) -> float | None:
 
 
 def described(difference: dict[str, Any], tokenizer: Any) -> str:
-    """A difference in words."""
     words = ", ".join(
         f"{library} has {'ended' if token is None else f'{tokenizer.decode([token])!r} ({token})'}"
         for library, token in difference["tokens"].items()
@@ -269,7 +268,7 @@ def replay(
     card: Path = Argument(metavar="CARD.json", help="What str(output.card) wrote."),
     model: str = options.MODEL,
     prompt: list[str] | None = Option(None, help="A text, if the card has no prompts; repeatable."),
-    dtype: str = options.DTYPE,
+    dtype: options.Dtype = options.DTYPE,
     device: str | None = Option(None, help="A torch device."),
     as_json: bool = options.JSON,
     debug: bool = options.DEBUG,

@@ -59,7 +59,7 @@ class Finding:
 
 def doctor(
     exact: str | None = Option(None, metavar="MODEL", help="Say instead whether it can be exact."),
-    dtype: str = options.DTYPE,
+    dtype: options.Dtype = options.DTYPE,
     as_json: bool = options.JSON,
     debug: bool = options.DEBUG,
 ) -> None:
@@ -138,7 +138,6 @@ def parts() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Where models can run."""
     try:
         import torch
     except Exception as error:  # of any kind: a library that does not load, a wrong build

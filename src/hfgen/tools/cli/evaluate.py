@@ -6,10 +6,10 @@ import json
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 import hfgen
 
@@ -18,21 +18,20 @@ from .field_options import FieldsWithoutAssistant
 from .loading import check_output, read_text
 from .report import CliError, err, interval_text, note, one_line, out, print_json, refused, table
 
-UNITS = ("windows", "documents")
 NEW_TOKENS = 64  # of a completion
 SHOWN = 5  # failures that are shown one by one, without ``--json``
 
-SEED = options.seed("Seed of the bootstrap resamples.", "--bootstrap-seed")
+SEED = Option(0, help="Seed of the bootstrap resamples.", **options.SEED)
 
 
 def perplexity(
     source: options.ModelOptions,
-    files: list[Path] = options.input_file("FILE…", "UTF-8 texts."),
+    files: list[Path] = Argument(metavar="FILE…", help="UTF-8 texts.", **options.FILE),
     window: int | None = Option(None, min=2, help="Tokens per window; default: up to 2048."),
     stride: int | None = Option(None, min=1, help="Tokens between windows; default: half of one."),
     batch_size: int = Option(4, min=1, help="Windows forwarded at once."),
-    resample: str = options.choice(
-        "windows", UNITS, "Units of the total's interval: windows or documents.", "--resample"
+    resample: Literal["windows", "documents"] = Option(
+        "windows", metavar="UNITS", help="Of the total's interval: windows or documents."
     ),
     bootstrap_seed: int = SEED,
     as_json: bool = options.JSON,
@@ -84,7 +83,9 @@ def perplexity(
 def generate(
     source: options.ModelOptions,
     fields: FieldsWithoutAssistant,
-    file: Path = options.input_file("FILE.jsonl", 'Lines of {"prompt": …, "reference": …}.'),
+    file: Path = Argument(
+        metavar="FILE.jsonl", help='Lines of {"prompt": …, "reference": …}.', **options.FILE
+    ),
     metric: list[str] | None = Option(
         None,
         help="exact_match, bleu, chrf, rouge or module:function; repeatable. Default: all installed.",

@@ -21,7 +21,6 @@ import hfgen
 from .report import CliError, err, note, one_line, refused, say
 
 BUILTIN = {"builtin": False, "builtin-draft": True}  # name → whether it is the draft model
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 OFFLINE = "it has not been downloaded before, and the hub cannot be reached: no network"
 #: Class of an exception, or words of its message → why a model cannot be loaded, and what to do.

@@ -4,62 +4,44 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
 from itertools import groupby
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from rich.panel import Panel
 from rich.table import Column, Table
-from typer import Argument, Option
+from typer import Option
 from typer.core import TyperCommand
 
 import hfgen
 
 from . import loading
 from .field_options import LEGEND, Fields, generation_config, joined_flags, note_idle
-from .report import CliError, out, refused
+from .report import out, refused
 from .topics import TOPICS
 
 
-def choice(default: str, names: Collection[str], help: str, option: str) -> Any:
-    """An option that takes one of ``names``, which is checked before torch is imported."""
-
-    def check(value: str) -> str:
-        if value not in names:
-            raise CliError(f"{option} takes one of {', '.join(names)}, but {value!r} was given")
-        return value
-
-    return Option(default, option, help=help, callback=check)
+def checked_source(name: str | None) -> str | None:
+    """``name`` of a model, which is checked before torch is imported."""
+    if name is not None:
+        loading.check_source(name)
+    return name
 
 
-def model_source(default: str | None, help: str, option: str) -> Any:
-    """An option that takes a model, which is checked before torch is imported."""
+#: What options and arguments of a kind have in common: models, seeds, files that have to be there.
+SOURCE: Any = {"metavar": "ID_OR_PATH", "callback": checked_source}
+SEED: Any = {"min": 0, "max": 2**63 - 1, "metavar": "N"}
+FILE: Any = {"exists": True, "dir_okay": False}
 
-    def check(value: str | None) -> str | None:
-        if value is not None:
-            loading.check_source(value)
-        return value
-
-    return Option(default, option, metavar="ID_OR_PATH", help=help, callback=check)
-
-
-def input_file(metavar: str, help: str) -> Any:
-    """An argument that takes a file, or several, which has to be there."""
-    return Argument(metavar=metavar, help=help, exists=True, dir_okay=False)
-
-
-def seed(help: str, option: str) -> Any:
-    """An option that takes a seed."""
-    return Option(0, option, min=0, max=2**63 - 1, metavar="N", help=help)
-
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEBUG = Option(False, "--debug", help="Show warnings, and the traceback of an error.")
-DTYPE = choice("auto", loading.DTYPES, "auto, float32, bfloat16 or float16 weights.", "--dtype")
+DTYPE = Option("auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 weights.")
 JSON = Option(False, "--json", help="Print one JSON object.")
-MODEL = model_source("builtin", "A folder, a hub id, builtin or builtin-draft.", "--model")
+MODEL = Option("builtin", help="A folder, a hub id, builtin or builtin-draft.", **SOURCE)
 OPTIMIZE = Option(False, "--optimize", help="Use faster kernels for this CPU.")
 REPEAT = Option(3, "--repeat", min=1, help="Timed runs of each library.")
 ROWS = Option(32, "--max-rows", min=1, help="Rows that decode at once.")
@@ -71,7 +53,7 @@ class ModelOptions:
 
     model: str = MODEL
     exact: bool = Option(False, "--exact", help="The same bits for a row, whatever is beside it.")
-    dtype: str = DTYPE
+    dtype: Dtype = DTYPE
     device: str | None = Option(
         None, help="cpu, cuda, cuda:1, mps, or auto to spread over all; the GPU if there is one."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from typer import Option
 
@@ -16,9 +16,6 @@ from ..serve.limits import Limits
 from . import options
 from .loading import BUILTIN, Loaded, change, first_line, load, quiet
 from .report import CliError, refused, say
-
-POLICIES = ("fcfs", "srpt", "priority")
-LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 def serve(
@@ -31,8 +28,10 @@ def serve(
         None, envvar="HFGEN_API_KEY", help="The key that clients must send; others get 401."
     ),
     max_queue: int = Option(256, min=1, help="Requests that may wait; further ones get 429."),
-    policy: str = options.choice("fcfs", POLICIES, f"{', '.join(POLICIES)}.", "--policy"),
-    assistant: str | None = options.model_source(None, "Draft with this model.", "--assistant"),
+    policy: Literal["fcfs", "srpt", "priority"] = Option(
+        "fcfs", metavar="ORDER", help="fcfs, srpt, priority."
+    ),
+    assistant: str | None = Option(None, help="Draft with this model.", **options.SOURCE),
     suffix_memory: int | None = Option(
         None,
         min=1,
@@ -46,8 +45,10 @@ def serve(
         help="A folder of NAME.safetensors: vectors by module, which requests ask for by name.",
     ),
     optimize: bool = options.OPTIMIZE,
-    log_level: str = options.choice(
-        "warning", LEVELS, f"{', '.join(LEVELS)}; info prints a line per request.", "--log-level"
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = Option(
+        "warning",
+        metavar="LEVEL",
+        help="critical, error, warning, info, debug; info prints a line per request.",
     ),
 ) -> None:
     """Serve a model with OpenAI's interface, at http://HOST:PORT/v1, until Ctrl-C.
