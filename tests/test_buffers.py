@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfgen.memory import buffers
-from hfgen.memory.buffers import count_on, grow, ones, repeat_last, zeros
+from hfgen.running import step_inputs
+from hfgen.running.step_inputs import count_on, grow, ones, repeat_last, zeros
 
 
 def test_a_mask_grows_by_ones():
@@ -65,7 +65,7 @@ def test_many_columns_one_by_one(mode):
     """Past the spare columns, where a new buffer is made, too."""
     with mode():
         positions = torch.tensor([[0], [100]])
-        for _ in range(3 * buffers.SPARE_COLUMNS):
+        for _ in range(3 * step_inputs.SPARE_COLUMNS):
             positions = grow(positions, 1, count_on)
-    n = 3 * buffers.SPARE_COLUMNS + 1
+    n = 3 * step_inputs.SPARE_COLUMNS + 1
     assert positions.tolist() == [list(range(n)), list(range(100, 100 + n))]

@@ -16,8 +16,8 @@ from transformers import GenerationMixin as UpstreamMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import families
-from ..memory import buffers
 from ..memory.caches.dynamic import replaced_method
+from ..memory.caches.growing import n_writes
 from ..state.call import ModelKwargs
 
 #: Packages whose hooks, of models and of modules, look at each row by itself.
@@ -136,7 +136,7 @@ def is_replaced(name: str, cls: type = UpstreamMixin) -> bool:
 def module_tensors(model: Any) -> ModuleTensors:
     """The tensors that modules hold as plain attributes, and how often each was written to."""
     return {
-        (id(module), name): (value, buffers.n_writes(value))
+        (id(module), name): (value, n_writes(value))
         for module in families.modules_of(model)
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)

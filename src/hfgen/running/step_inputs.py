@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.generation.utils import ALL_CACHE_NAMES, MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.masking_utils import create_masks_for_generate
@@ -13,8 +15,8 @@ from transformers.utils import ModelOutput
 
 from .. import families
 from ..families import parameters
-from ..memory import buffers
 from ..memory.batch import Batch
+from ..memory.caches.growing import n_writes
 from ..settings.logs import logger
 from ..state.call import ModelKwargs
 from ..state.run import Run
@@ -29,18 +31,6 @@ NEVER_PASSED = frozenset({"labels"})
 DROPPED = NEVER_PASSED | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 
 
-@cache
-def _fillers(is_encoder_decoder: bool) -> dict[str, buffers.Fill]:
-    """The arguments with a column per token, and how each goes on after the last one."""
-    prefix = "decoder_" if is_encoder_decoder else ""
-    return {
-        prefix + "attention_mask": buffers.ones,
-        prefix + "position_ids": buffers.count_on,
-        "token_type_ids": buffers.repeat_last,
-        "mm_token_type_ids": buffers.zeros,  # what is generated is text
-    }
-
-
 def resized(run: Run | Batch, n_new: int) -> ModelKwargs:
     """A copy of the model kwargs for ids that are ``n_new`` longer, or shorter if that is negative."""
     model_kwargs = dict(run.model_kwargs)
@@ -49,7 +39,7 @@ def resized(run: Run | Batch, n_new: int) -> ModelKwargs:
     fillers, grows = _fillers(run.is_encoder_decoder), n_new > 0
     for name, fill in fillers.items():
         if (tensor := model_kwargs.get(name)) is not None:
-            model_kwargs[name] = buffers.grow(tensor, n_new, fill) if grows else tensor[..., :n_new]
+            model_kwargs[name] = grow(tensor, n_new, fill) if grows else tensor[..., :n_new]
     if any(name.endswith("_mask") and model_kwargs.get(name) is not None for name in fillers):
         for name in ("cross_attention_mask", "image_attention_mask"):  # (rows, length, …)
             tensor = model_kwargs.get(name)
@@ -63,11 +53,11 @@ def resized(run: Run | Batch, n_new: int) -> ModelKwargs:
 
 def prepare_inputs_for_generation(
     self: Any,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     next_sequence_length: int | None = None,
     past_key_values: Cache | None = None,
-    attention_mask: torch.Tensor | None = None,
-    inputs_embeds: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
     is_first_iteration: bool | None = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
@@ -168,5 +158,61 @@ def update_model_kwargs_for_generation(
         if name == "token_type_ids" and num_new_tokens != 1:
             model_kwargs[name] = torch.cat([tensor, tensor[:, -num_new_tokens:]], dim=-1)
         else:
-            model_kwargs[name] = buffers.grow(tensor, num_new_tokens, fill)
+            model_kwargs[name] = grow(tensor, num_new_tokens, fill)
     return model_kwargs
+
+
+# ---------------------------------------------------------------- columns that grow
+
+#: Spare columns of a new buffer, at least; a buffer doubles when it is full.
+SPARE_COLUMNS = 128
+
+#: ``fill(tensor, n)``: the ``n`` columns after ``tensor``, the same at once or one after the other.
+Fill = Callable[[Tensor, int], Tensor]
+
+_BUFFER = "_hfgen_buffer"
+
+
+def grow(tensor: Tensor, count: int, fill: Fill) -> Tensor:
+    """``tensor`` with ``count`` more columns in its last dimension."""
+    length = tensor.shape[-1] + count
+    buffer, version = getattr(tensor, _BUFFER, (None, None))
+    if buffer is None or buffer.shape[-1] < length or version != n_writes(tensor):
+        spare = count + max(SPARE_COLUMNS, tensor.shape[-1])
+        buffer = torch.cat([tensor, fill(tensor, spare)], dim=-1)
+    view = buffer[..., :length]
+    setattr(view, _BUFFER, (buffer, n_writes(view)))
+    return view
+
+
+def ones(tensor: Tensor, count: int) -> Tensor:
+    """Columns of ones, for attention masks ``(rows, length)``."""
+    return tensor.new_ones((tensor.shape[0], count))
+
+
+def zeros(tensor: Tensor, count: int) -> Tensor:
+    """Columns of zeros, for multimodal token types ``(rows, length)``."""
+    return tensor.new_zeros((tensor.shape[0], count))
+
+
+def repeat_last(tensor: Tensor, count: int) -> Tensor:
+    """The last column again, for token types."""
+    return tensor[..., -1:].expand(*tensor.shape[:-1], count)
+
+
+def count_on(tensor: Tensor, count: int) -> Tensor:
+    """Consecutive numbers after the last column, for positions."""
+    steps = torch.arange(1, count + 1, dtype=tensor.dtype, device=tensor.device)
+    return tensor[..., -1:] + steps
+
+
+@cache
+def _fillers(is_encoder_decoder: bool) -> dict[str, Fill]:
+    """The arguments with a column per token, and how each goes on after the last one."""
+    prefix = "decoder_" if is_encoder_decoder else ""
+    return {
+        prefix + "attention_mask": ones,
+        prefix + "position_ids": count_on,
+        "token_type_ids": repeat_last,
+        "mm_token_type_ids": zeros,  # what is generated is text
+    }

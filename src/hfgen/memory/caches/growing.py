@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..buffers import may_write_to
-
 #: Up to this many numbers are concatenated: quicker than writing and viewing (``benchmarks/caches.py``).
 CONCATENATED = 2**15
 
@@ -59,14 +57,12 @@ class GrowableTensor:
     has room for more of them, and for tokens before ``view``.
     """
 
-    __slots__ = ("buffer", "end", "is_inference", "lead", "shared", "stride", "view", "written")
+    __slots__ = ("buffer", "end", "shared", "stride", "view", "written")
 
     def __init__(self, view: Tensor | None = None) -> None:
         self.view: Any = view
         self.buffer: Any = None
         self.end = self.written = self.shared = 0
-        self.is_inference = False
-        self.lead: torch.Size | None = None
         self.stride: tuple[int, ...] = ()
 
     def append(self, new: Tensor, spare: Spare) -> Tensor:
@@ -97,8 +93,7 @@ class GrowableTensor:
 
     def reserve(self, n: int, spare: Spare) -> Tensor:
         """Append ``n`` tokens that the caller writes; return the view, never contiguous, for graphs."""
-        is_writable = not self.is_inference or torch.is_inference_mode_enabled()
-        if self.buffer is None or not (is_writable and self._has_room(n + 1)):
+        if self.buffer is None or not (may_write_to(self.buffer) and self._has_room(n + 1)):
             *rest, _, size = self.view.shape
             self._make_room(self.view.new_empty((*rest, n + 1, size)), spare)
         return self._advance(n)
@@ -120,11 +115,11 @@ class GrowableTensor:
         buffer = self.buffer
         return (
             buffer is not None
-            and new.shape[:-2] == self.lead
+            and new.shape[:-2] == self.view.shape[:-2]
             and new.shape[-1] == buffer.shape[-1]
             and new.dtype is buffer.dtype
             and new.device == buffer.device
-            and (not self.is_inference or torch.is_inference_mode_enabled())
+            and may_write_to(buffer)
         )
 
     def _has_room(self, added: int) -> bool:
@@ -185,11 +180,9 @@ class GrowableTensor:
         """Set ``view`` to ``length`` tokens of the first ``n_rows`` rows of ``buffer``, or of all rows."""
         self.end = start + length
         self.written = max(self.written, self.end) if buffer is self.buffer else self.end
-        self.buffer, self.is_inference = buffer, buffer.is_inference()
-        self.stride = buffer.stride()
+        self.buffer, self.stride = buffer, buffer.stride()
         rows = buffer if n_rows in (None, len(buffer)) else buffer[:n_rows]
         self.view = rows.narrow(-2, start, length)
-        self.lead = self.view.shape[:-2]
 
     def assign(self, value: Tensor | None) -> None:
         """Become ``value``; the buffer stays only if ``value`` is a part of it."""
@@ -209,7 +202,7 @@ class GrowableTensor:
             or type(value) is not Tensor
             or torch.compiler.is_compiling()
             or (value.dtype, value.stride()) != (buffer.dtype, self.stride)
-            or (value.shape[:-2], value.shape[-1]) != (self.lead, buffer.shape[-1])
+            or (value.shape[:-2], value.shape[-1]) != (self.view.shape[:-2], buffer.shape[-1])
             or value.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
         ):
             return None
@@ -299,6 +292,16 @@ class GrowableTensor:
         if view is not None and self.buffer is not None:
             view = view.clone(memory_format=torch.contiguous_format)
         return GrowableTensor, (view,)
+
+
+def n_writes(tensor: Tensor) -> int | None:
+    """How often the tensor, or one that shares its memory, was written to; inference mode forgets."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def may_write_to(tensor: Tensor) -> bool:
+    """Whether a tensor may be written in place: one of inference mode only there."""
+    return not tensor.is_inference() or torch.is_inference_mode_enabled()
 
 
 def is_nothing(view: Tensor | None) -> bool:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from ... import families
-from ..buffers import may_write_to
-from .growing import use_count
+from .growing import may_write_to, use_count
 
 #: By how much a cache that has got too short is lengthened beyond its length, at least.
 GROWTH = 1.5
