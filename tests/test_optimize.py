@@ -22,7 +22,7 @@ from hfgen.running.optimization.forward import PackedForward
 from tests import tiny
 
 #: Kernels that round weights.
-ROUNDING = [kernel.name for kernel in kernels.KERNELS if kernel.weights is not None]
+ROUNDING = [name for name, kernel in kernels.KERNELS.items() if kernel.weights is not None]
 
 
 def need(name: str, dtype: torch.dtype = torch.float32) -> str:
@@ -151,7 +151,7 @@ def test_rounded_weights_are_near(weights, name, error, bias):
     assert name in layer.optimization.tokens
 
 
-@pytest.mark.parametrize("kernel", kernels.KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", kernels.KERNELS.values(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_every_shape_that_fits_is_computed(kernel, dtype):
     need(kernel.name)
@@ -190,7 +190,7 @@ def test_a_row_depends_on_no_other(name):
     layer = nn.Linear(502, 131).eval()
     with torch.no_grad():
         layer.weight.copy_(layer.weight.bfloat16())
-        product = kernels.named(name).prepare(layer.weight)
+        product = kernels.KERNELS[name].prepare(layer.weight)
         x = torch.randn(23, 502)
         together = product(x, layer.bias)
         for row in range(len(x)):
@@ -601,7 +601,7 @@ def test_a_row_of_a_product_does_not_depend_on_others(name, dtype):
     torch.manual_seed(0)
     for n_out, n_in in ((48, 64), (576, 1536)):
         weight = torch.randn(n_out, n_in).to(dtype)
-        product = kernels.named(need(name)).prepare(weight)
+        product = kernels.KERNELS[need(name)].prepare(weight)
         x = (torch.randn(70, n_in) * 10 ** torch.randn(70, 1)).to(dtype)
         x[66, 5], x[68, 7] = torch.nan, torch.inf
         together = product(x, None)
@@ -713,7 +713,7 @@ def test_weights_too_large_for_fp16_are_named():
 def test_fp16_holds_checkpoints_in_bfloat16():
     generator = torch.Generator().manual_seed(0)
     weight = 0.02 * torch.randn(1024, 576, generator=generator)
-    misfit = kernels.named("fp16").misfit
+    misfit = kernels.KERNELS["fp16"].misfit
     assert misfit(weight.bfloat16().float()) is None  # though some values of it are below 2**-17
     assert not torch.equal(weight.bfloat16().half().float(), weight.bfloat16().float())
     assert "not those of fp16" in misfit(weight)
@@ -741,7 +741,7 @@ def test_importing_hfgen_imports_none_of_it():
 def test_int8_weights_of_a_model_in_float16():
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(64, 32).half(), torch.randn(3, 64).half()
-    product = kernels.named("int8").prepare(layer.weight)
+    product = kernels.KERNELS["int8"].prepare(layer.weight)
     with torch.no_grad():
         result = product(x, layer.bias)
         assert result.dtype == torch.float16

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ... import families
 from ..optimization import choice
 from ..optimization.forward import PackedForward
+from ..optimization.kernels import DTYPES
 from ..row_states import foreign_code
 from . import layers, trial
 from .attention import NAME
@@ -21,8 +22,6 @@ from .trial import Operation
 
 T = TypeVar("T", bound=nn.Module)
 
-#: Dtypes whose kernels may pass.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Functions that are set as the forwards of modules, besides ``TiledForward``.
 FORWARDS = (layers.with_exact_calls, with_followed_calls, layers.with_recurrence)
 #: Attributes of configs while a model is exact. Masks read the first one also where models compute attention themselves.

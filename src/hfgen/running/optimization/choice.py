@@ -16,7 +16,7 @@ from torch import nn
 from ...memory.caches.offloaded import Folder
 from .compiled_layers import CompiledLayer, LayerGraph, find_layers
 from .forward import PackedForward, misfit, own_forward
-from .kernels import KERNELS, OWN, WEIGHTS, Kernel, named, overflow, preferred, works
+from .kernels import KERNELS, OWN, WEIGHTS, Kernel, overflow, preferred, works
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -127,7 +127,9 @@ def optimize(
             if folder is not None:
                 forward.move(folder.holding(module.weight))
                 file_bytes += n_bytes
-            extra_bytes += (n_bytes := kernel.packed_bytes(module.weight))
+            if kernel.bits is not None:
+                n_bytes = module.weight.numel() * kernel.bits // 8  # but for scales and padding
+            extra_bytes += n_bytes
         read_bytes += n_bytes
     # glibc keeps what was freed; others have no such call
     with suppress(AttributeError, OSError, TypeError):
@@ -218,9 +220,9 @@ def _check_arguments(model: Any, weights: Any, kernels: Any, compile: Any, offlo
     if not isinstance(kernels, str | Mapping | None):
         raise TypeError(f"kernels must be a name, or names by layer, got {kernels!r}.")
     for name in [kernels] if isinstance(kernels, str) else (kernels or {}).values():
-        names = [OWN, *(kernel.name for kernel in KERNELS)]
-        if name not in names:
-            raise ValueError(f"kernels: {name!r} is none of {', '.join(map(repr, names))}.")
+        if name != OWN and name not in KERNELS:
+            names = ", ".join(map(repr, (OWN, *KERNELS)))
+            raise ValueError(f"kernels: {name!r} is none of {names}.")
         if name != OWN and not works(name):
             raise ValueError(f"kernels: this machine, or this torch, has no {name!r}.")
     if not isinstance(offload, str | os.PathLike | None):
@@ -283,7 +285,7 @@ def _chosen(
             if (reason := overflow(module.weight)) is not None:
                 raise ValueError(f"weights='fp16': {name + '.weight'!r} does not fit, {reason}.")
     if weights == "int4" and layers:
-        misfits = {name: named("int4").misfit(module.weight) for name, module in layers.items()}
+        misfits = {name: KERNELS["int4"].misfit(module.weight) for name, module in layers.items()}
         if all(misfits.values()):
             name, reason = next(iter(misfits.items()))
             raise ValueError(f"weights='int4' fits no layer: of {name + '.weight'!r}, {reason}.")
@@ -298,7 +300,7 @@ def _chosen(
             left_alone[name] = "as asked for"
             continue
         reasons = []
-        for kernel in [named(by_name)] if by_name else preferred(weights, module.weight.dtype):
+        for kernel in [KERNELS[by_name]] if by_name else preferred(weights, module.weight.dtype):
             reason = kernel.misfit(module.weight)
             if reason is None:
                 chosen[name] = kernel

@@ -25,14 +25,7 @@ from ...memory.caches.dynamic import GrowingLayer
 from ...memory.caches.static_layers import SlicedStaticLayer
 from ...settings.logs import logger
 from ..views import HOOKS
-from .layer_graphs import (
-    Checked,
-    Graph,
-    Step,
-    checked,
-    forward_layer,
-    stand_ins,
-)
+from .layer_graphs import Checked, Graph, Step, checked, forward_layer, stand_ins
 
 #: What ``torch.compile`` compiles with.
 BACKEND = "inductor"
@@ -178,9 +171,7 @@ class LayerGraph:
 class CompiledLayer:
     """Set as ``forward`` of a decoder layer, which stays as it is in everything else.
 
-    The layer's own forward runs for prompts, in training mode, where gradients are recorded, under autocast
-    and other modes of torch that see each operator, within another ``torch.compile``, while a graph of the
-    whole step is recorded, with caches that are of another type or not known to give room, and where a part
+    The layer's own forward runs for prompts and wherever ``_place`` finds that a graph cannot, and where a part
     of the layer has a hook. (Transformers leaves some, which do nothing unless outputs are collected.)
     """
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch import library as operators
 
-from .kernels import DTYPES, Product, named
-from .native import Native
+from ...memory.caches.growing import n_writes
+from .kernels import DTYPES, KERNELS, Product
+from .native import Native, shape_of_linear
 
 #: Places of a weight that are compared at each call, and values at each: a cache line of bfloat16 is read
 #: in any case, and small edits change few values of such types.
@@ -29,22 +30,18 @@ class Packed:
 
     def __init__(self, weight: Tensor, product: Product | None) -> None:
         self.weight, self.product = weight, product
-        self.address, self.version = weight.data_ptr(), _version(weight)
+        self.address, self.version = weight.data_ptr(), n_writes(weight)
         self.view = _samples(weight)
         self.values: bytes = self.view.tobytes()
 
     def is_of(self, weight: Tensor | None) -> bool:
-        """Whether ``weight`` is the one that was packed, and has not changed, as far as samples tell."""
+        """Whether ``weight`` is the one that was packed, and unchanged: edits of ``.data`` show by samples only."""
         return (
             weight is self.weight
             and weight.data_ptr() == self.address
-            and _version(weight) == self.version
+            and n_writes(weight) == self.version
             and self.view.tobytes() == self.values
         )
-
-
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
 
 
 def _samples(weight: Tensor) -> Any:
@@ -60,16 +57,15 @@ def _samples(weight: Tensor) -> Any:
 class PackedForward:
     """Set as ``forward`` of an ``nn.Linear``, which stays as it is in everything else.
 
-    The layer's own forward runs in training mode, where gradients are recorded and under autocast; and
-    wherever weight or activations are not dense tensors of one type on the CPU. A weight is packed again when
-    its object, address, version or a few of its values change: an edit through ``.data`` leaves the version as
-    it is. Copies and pickles pack at their first call. A compiled graph has an operator that comes back here:
-    it finds this object by a ``number (1,)``, an argument of the graph, so that layers can share graphs.
+    The layer's own forward runs in training mode, where gradients are recorded and where ``compute`` returns
+    None. A weight is packed again when it is no longer the ``Packed`` one; copies and pickles pack at their
+    first call. A compiled graph has an operator that comes back here: it finds this object by a ``number (1,)``,
+    an argument of the graph, so that layers can share graphs.
     """
 
     def __init__(self, module: nn.Linear, kernel: str) -> None:
         self.module = module
-        self.kernel = named(kernel)
+        self.kernel = KERNELS[kernel]
         self._packed: Packed | None = None
         self.is_offloaded = False
         n = next(_numbers)
@@ -90,7 +86,7 @@ class PackedForward:
             if torch.compiler.is_compiling():
                 if _is_exporting():  # for other processes, where this object is not
                     return own_forward(self.module)(input)
-                return torch.ops.hfgen.linear(input, self.number, self.module.out_features)
+                return torch.ops.hfgen.linear(input, None, self.number, self.module.out_features)
             if (result := self.compute(input)) is not None:
                 return result
         return own_forward(self.module)(input)
@@ -100,14 +96,12 @@ class PackedForward:
         packed = self.packed()
         product: Any = None if packed is None else packed.product
         is_native = isinstance(product, Native)
-        view: Any = object.__new__(NativeLinear if is_native else PackedLinear)
-        vars(view).update(vars(self.module))
+        linear = product.linear if is_native else torch.ops.hfgen.linear.default
+        tensors = product.tensors if is_native else (self.number,)
+        view: Any = object.__new__(PackedLinear)
+        vars(view).update(vars(self.module), linear=linear)
         del vars(view)["forward"]
-        tensors = {"number": self.number}
-        if is_native:
-            vars(view)["linear"] = product.linear
-            tensors = {f"packed_{i}": tensor for i, tensor in enumerate(product.tensors)}
-        vars(view)["_buffers"] = tensors
+        vars(view)["_buffers"] = {f"packed_{i}": tensor for i, tensor in enumerate(tensors)}
         return view
 
     def compute(self, x: Tensor) -> Tensor | None:
@@ -143,26 +137,16 @@ class PackedForward:
         self.is_offloaded = True
 
 
-class NativeLinear(nn.Linear):
-    """The layer that ``PackedForward.view`` returns for a kernel whose packed weight is made of tensors.
+class PackedLinear(nn.Linear):
+    """The layer that ``PackedForward.view`` returns. Its buffers are the packed weight, or else the number.
 
-    Who calls the graph makes sure that they are still those of the weight.
+    Who calls the graph makes sure that a packed weight is still that of the layer.
     """
 
     linear: Callable[..., Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        tensors = self._buffers.values()
-        return self.linear(input, self.bias, *tensors, self.out_features)
-
-
-class PackedLinear(nn.Linear):
-    """The same for any other kernel."""
-
-    number: Tensor
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.ops.hfgen.linear(input, self.number, self.out_features)
+        return self.linear(input, self.bias, *self._buffers.values(), self.out_features)
 
 
 _numbers = itertools.count()
@@ -172,21 +156,17 @@ _BY_NUMBER: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
 _BY_TENSOR: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
 
 
-def _linear(x: Tensor, number: Tensor, n_out: int) -> Tensor:
-    """The operator in compiled graphs: as ``PackedForward`` does it."""
+def _linear(x: Tensor, bias: Tensor | None, number: Tensor, n_out: int) -> Tensor:
+    """The operator in compiled graphs: as ``PackedForward`` does it, with the layer's own bias."""
     forward = _BY_TENSOR.get(id(number)) or _BY_NUMBER[int(number)]
     result = forward.compute(x)
     return own_forward(forward.module)(x) if result is None else result
 
 
-def _linear_shape(x: Tensor, number: Tensor, n_out: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n_out))
-
-
 _OPERATORS = operators.Library("hfgen", "DEF")
-_OPERATORS.define("linear(Tensor x, Tensor number, SymInt n_out) -> Tensor")
+_OPERATORS.define("linear(Tensor x, Tensor? bias, Tensor number, SymInt n_out) -> Tensor")
 _OPERATORS.impl("linear", _linear, "CompositeExplicitAutograd")
-operators.register_fake("hfgen::linear", _linear_shape, lib=_OPERATORS)
+operators.register_fake("hfgen::linear", shape_of_linear, lib=_OPERATORS)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Tensor]:

@@ -45,10 +45,6 @@ class Kernel:
     misfit: Callable[[Tensor], str | None]  # why a weight cannot be computed by it
     is_row_wise: bool = False
 
-    def packed_bytes(self, weight: Tensor) -> int:
-        """How large a packed weight is, but for scales and padding."""
-        return weight.numel() * (self.bits or 8 * weight.element_size()) // 8
-
 
 def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
     """The kernels of this machine for weights of ``dtype``, the fastest first, as benchmarks found them.
@@ -56,18 +52,16 @@ def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
     They follow from the argument, the type and the processor. No clock is read here: kernels differ in
     rounding, so that a measurement would decide which tokens come out.
     """
-    names = {
-        "fp16": ("fp16", "fp16, rounded"),
-        "int8": ("int8",),
-        "int4": ("int4",),
-    }.get(weights or "", ())
+    names: tuple[str, ...] = () if weights is None else (weights,)
+    if weights == "fp16":
+        names += ("fp16, rounded",)
     if dtype != torch.float16:
         names += ("bf16", "fp16", "fp32", "onednn")
     elif not _mkldnn_has("fp16"):
         names += ("fp16",)
     if native.LANES == 4:  # torch's products are faster with vectors that short
         names = tuple(name for name in names if not name.startswith(("bf", "fp")))
-    return [named(name) for name in names if works(name)]
+    return [KERNELS[name] for name in names if works(name)]
 
 
 def _mkldnn_has(name: str) -> bool:
@@ -76,15 +70,10 @@ def _mkldnn_has(name: str) -> bool:
     return has is not None and bool(has())
 
 
-def named(name: str) -> Kernel:
-    """The kernel of that name; ``KeyError`` if there is none."""
-    return _BY_NAME[name]
-
-
 @cache
 def works(name: str) -> bool:
     """Whether this machine and this torch have a kernel: it is tried out on a small layer."""
-    kernel, generator = named(name), torch.Generator().manual_seed(0)
+    kernel, generator = KERNELS[name], torch.Generator().manual_seed(0)
     plain: Any = {"generator": generator, "device": "cpu", "dtype": torch.float32}
     weight, x = (torch.randn(n, 64, **plain) for n in (32, 2))
     weight = weight.bfloat16().float()
@@ -192,7 +181,7 @@ def _int4(weight: Tensor) -> Product:
     return run
 
 
-KERNELS = (
+_KERNELS = (
     Kernel("onednn", None, None, _onednn, _not_for_onednn),
     Kernel("fp32", None, None, _to(torch.float32), _not_float32, is_row_wise=True),
     Kernel("bf16", None, 16, _to(torch.bfloat16), _inexact_in_bf16, is_row_wise=True),
@@ -201,4 +190,5 @@ KERNELS = (
     Kernel("int8", "int8", 8, native.of_int8, _not_finite, is_row_wise=True),
     Kernel("int4", "int4", 4, _int4, _odd_for_int4),
 )
-_BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+#: The kernels by name.
+KERNELS = {kernel.name: kernel for kernel in _KERNELS}

@@ -44,12 +44,13 @@ def failure() -> str | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return str(error)
     for name in ("linear", "linear8"):
-        operators.register_fake(f"hfgen_native::{name}", _shape)
+        operators.register_fake(f"hfgen_native::{name}", shape_of_linear)
     operators.register_fake("hfgen_native::attention", _attention_shape)
     return None
 
 
-def _shape(x: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
+def shape_of_linear(x: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
+    """The shape of a product, whose operator has the number of outputs as its last argument."""
     return x.new_empty((*x.shape[:-1], others[-1]))
 
 
