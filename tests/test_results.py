@@ -16,7 +16,6 @@ import hfgen
 from hfgen.logits.stopping import FinishReason
 from hfgen.logits.stopping.strings import StopRegexCriteria, StopStringCriteria, text_until
 from hfgen.running.exact.switch import InexactError
-from hfgen.running.prefix.cache import NotAPrefixFile
 from hfgen.state.text import Detokenizer
 from tests import tiny
 from tests.scripted import PROMPT, ids_of, model, tokenizer, write
@@ -330,7 +329,6 @@ def test_metrics_in_other_modes(options: dict[str, Any]) -> None:
         hfgen.InvalidScoresError([1, 2], 3),
         hfgen.InvalidScoresError([1, 2], 3, 0),
         InexactError("message", ()),
-        NotAPrefixFile("path", "a reason"),
     ],
     ids=repr,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import threading
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -15,8 +14,10 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..memory import fingerprint
+from .exact.layers import hooked
 from .exact.switch import is_exact
 from .optimization.choice import is_optimized
+from .row_states import restored
 
 #: The parts of an environment, in the order in which differences are looked for.
 SECTIONS = ("versions", "machine", "model", "kernels", "weights", "tokenizer", "operations")
@@ -103,26 +104,21 @@ def _tokenizer(tokenizer: Any) -> dict[str, str]:
 def _operations(model: Any) -> dict[str, str]:
     """Digests of the outputs of layers without layers inside, for ``TRIED_IDS``; none of other models."""
     digests: dict[str, str] = {}
+    names = {leaf: name for name, leaf in model.named_modules() if not any(leaf.children())}
     thread = threading.get_ident()
 
-    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and threading.get_ident() == thread:
-            digests[name] = digest(output)
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        is_own = module in names and threading.get_ident() == thread
+        if is_own and isinstance(output, Tensor):
+            digests[names[module]] = digest(output)
 
-    leaves = [(name, leaf) for name, leaf in model.named_modules() if not any(leaf.children())]
-    handles = [leaf.register_forward_hook(partial(note, name)) for name, leaf in leaves]
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.tensor([[token % vocab for token in TRIED_IDS]], device=model.device)
-    training = model.training
     try:
-        with torch.no_grad():
+        with restored(model), hooked(model, note), torch.no_grad():
             model.eval()(input_ids=ids, use_cache=False)
     except Exception:  # a model that takes no text alone
         return {}
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
     return digests
 
 

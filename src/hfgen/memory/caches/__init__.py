@@ -118,7 +118,7 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     cache = model_kwargs.get(name)
     if isinstance(cache, Cache) and config.cache_implementation is None:
         if getattr(call.strategy, "rolls_back", False):
-            layers.check_known(cache, "take tokens back out of")
+            layers.check_rolls_back(cache)
         cache = _fit_rows(cache, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
         if isinstance(decoder_cache := layers.decoder_cache(cache), GrowingCache):
             decoder_cache.expect(max_length)

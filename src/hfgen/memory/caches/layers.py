@@ -1,7 +1,7 @@
 """Operations on the layers of a cache: one function per operation, for every class of layer.
 
 A cache is any ``Cache``; of an encoder-decoder's, the functions act on the decoder's part unless they
-say otherwise. What layers of no ``KNOWN`` kind do to rows and tokens is not guessed: see ``check_known``.
+say otherwise. What layers of no ``KNOWN`` kind do to rows and tokens is not guessed: see ``check_rolls_back``.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def is_static(cache: Any) -> bool:
     return any(isinstance(layer, StaticLayer) for layer in layers_of(cache))
 
 
-def check_known(cache: Any, operation: str) -> None:
-    """Raise ``ValueError`` for layers of an unknown kind; ``operation`` is what they would have to do."""
+def check_rolls_back(cache: Any) -> None:
+    """Raise ``ValueError`` for layers of an unknown kind, which cannot be told to ``roll_back``."""
     for layer in layers_of(cache):
         if not isinstance(layer, KNOWN):
             raise ValueError(
-                f"It is not known how to {operation} a {type(layer).__name__}, a layer of "
+                f"It is not known how to take tokens back out of a {type(layer).__name__}, a layer of "
                 f"{type(decoder_cache(cache)).__name__}. Derive it from transformers' DynamicLayer or "
                 "StaticLayer, or register the cache in `hfgen.memory.caches.CACHES` as a CacheKind that "
                 "declares what it can."

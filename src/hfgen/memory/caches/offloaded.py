@@ -39,17 +39,6 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if no files can be made here."""
-        try:
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except OSError as error:
-            raise ValueError(
-                f"`path`={self.path!r} in `cache_config` has to be a folder that files can be made "
-                f"in, but: {error.strerror}."
-            ) from error
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor in a new file, whose space is reserved. Raises ``OSError`` if there is none."""
         n_bytes = math.prod(shape) * dtype.itemsize
@@ -190,8 +179,16 @@ OffloadedCache.__name__ = CrossAttention.__name__ = DynamicCache.__name__
 
 def check_settings(options: Any, config: Any = None) -> None:
     """Raise ``ValueError`` for a ``cache_config``, or a folder, that cannot be used."""
-    if (path := path_of(options)) is not None:
-        Folder(path).check()
+    if (path := path_of(options)) is None:
+        return
+    try:
+        with tempfile.TemporaryFile(dir=os.path.abspath(path)):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"`path`={os.path.abspath(path)!r} in `cache_config` has to be a folder that files can be made "
+            f"in, but: {error.strerror}."
+        ) from error
 
 
 def make_offloaded(request: CacheRequest) -> Cache:

@@ -1,8 +1,7 @@
 """The quantised cache: keys and values in 8, 4 or 2 bits, in plain torch.
 
 The method is KIVI (Liu et al. 2024). Some channels of keys are far larger than others in all tokens,
-so the tokens of a channel share a scale. Values have no such channels: the channels of a token share
-one. When there is a group more than ``residual_length`` of unpacked tokens, the oldest is packed.
+so the tokens of a channel share a scale. Values have no such channels: the channels of a token share one.
 
 A group of ``bits`` bits holds ``x`` as ``code = round((x - zero) / scale)``, with ``zero`` its
 smallest number and ``scale`` its range over ``2**bits - 1``. Scales and zero points have the dtype of
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 from transformers import QuantizedCache as UpstreamQuantizedCache
@@ -120,14 +118,10 @@ class Packed:
 
     def extended(self, states: Tensor) -> Packed:
         """Append the groups of ``states (rows, heads, length, size)``; return all groups."""
-        n_old, n_new = self.codes.shape[GROUPS], states.shape[2] // self.grouping.tokens
-        room = [0] * 2 * (CHANNELS - GROUPS) + [0, n_new]  # behind the groups
-        longer = self.map(lambda tensor: F.pad(tensor, room))
-        added = [tensor[:, :, n_old:] for tensor in longer.tensors]
-        for *targets, part in _blocks(added, self.grouping.split(states), PACKED_AT_ONCE):
-            for target, encoded in zip(targets, self.grouping.encode(part), strict=True):
-                target.copy_(encoded)
-        return longer
+        parts = _blocks((), self.grouping.split(states), PACKED_AT_ONCE)
+        added = [self.grouping.encode(part) for (part,) in parts]
+        tensors = zip(self.tensors, *added, strict=True)
+        return Packed(self.grouping, *(torch.cat(same, GROUPS) for same in tensors))
 
     def write_to(self, out: Tensor) -> None:
         """Write the states into ``out (rows, heads, length, size)``, a few groups at a time."""

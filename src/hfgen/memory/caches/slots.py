@@ -9,7 +9,7 @@ not declare how their rows join and leave: by a kind in ``DECLARED``, or by the 
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ STATES = {
 Place = tuple[str, int | None]
 
 
+@runtime_checkable
 class Slots(Protocol):
     """The methods of a custom layer whose rows join and leave, besides those of every layer.
 
@@ -59,12 +60,8 @@ class Slots(Protocol):
         """Bytes that one row of ``n_tokens`` takes."""
 
 
-#: The methods of ``Slots``.
-METHODS = ("join_rows", "trim_tokens", "bytes_of_row")
-
-
 def has_methods(layer: Any) -> bool:
-    return all(callable(getattr(layer, name, None)) for name in METHODS)
+    return isinstance(layer, Slots)
 
 
 # ---------------------------------------------------------------- caches

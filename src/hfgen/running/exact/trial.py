@@ -313,13 +313,9 @@ def of_layers(model: nn.Module) -> Iterator[Operation]:
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         is_layer = not any(module.children()) and not isinstance(module, _ConvNd)
         is_of_one = len(args) == 1 and all(isinstance(x, Tensor) for x in (*args, output))
-        if (
-            is_layer
-            and is_of_one
-            and not kwargs
-            and args[0].dim() > 1
-            and args[0].is_floating_point()
-        ):
+        if not is_layer or not is_of_one or kwargs:
+            return
+        if args[0].dim() > 1 and args[0].is_floating_point():
             inputs[module] = args[0]
 
     with hooked(model, note):

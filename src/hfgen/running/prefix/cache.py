@@ -176,31 +176,24 @@ class PrefixCache:
                 entries = _read_metadata(path, file.metadata() or {}, model)
                 _read_nodes(prefixes._forest, path, file, entries, model)
         except DAMAGE as error:
-            reason = f"it is damaged, or no safetensors file ({error})"
-            raise NotAPrefixFile(path, reason) from error
+            raise _unusable(path, f"it is damaged, or no safetensors file ({error})") from error
         for node in list(prefixes._forest.nodes):  # came with the most recently used first
             prefixes._forest.nodes.move_to_end(node, last=False)
         return prefixes
 
 
-class NotAPrefixFile(ValueError):
-    """A file that is damaged, or that something else wrote."""
-
-    def __init__(self, path: Any, reason: str) -> None:
-        super().__init__(path, reason)
-
-    def __str__(self) -> str:
-        path, reason = self.args
-        return f"{os.fspath(path)!r} cannot be loaded as stored prefixes: {reason}."
+def _unusable(path: Any, reason: str) -> ValueError:
+    """The error of a file that is damaged, or that something else wrote."""
+    return ValueError(f"{os.fspath(path)!r} cannot be loaded as stored prefixes: {reason}.")
 
 
 def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[dict[str, Any]]:
     """The entry of each node. Raises ``ValueError`` for damaged metadata, and for another model."""
     if texts.get("format") != FORMAT:
         reason = f"its format is {texts.get('format')!r}, not {FORMAT!r} of PrefixCache.save()"
-        raise NotAPrefixFile(path, reason)
+        raise _unusable(path, reason)
     if texts.pop("checksum", None) != fingerprint.digest_of_text(sorted(texts.items())):
-        raise NotAPrefixFile(path, "its metadata are not those that were saved")
+        raise _unusable(path, "its metadata are not those that were saved")
     saved, current = dict(json.loads(texts["content"])), fingerprint.content(model)
     differing = {name: value for name, value in current.items() if saved.get(name) != value}
     if differing:
@@ -215,7 +208,7 @@ def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[dict[st
         is_child = parent != -1 and offset is None
         is_placed = type(parent) is int and -1 <= parent < index and (is_root or is_child)
         if not is_placed or entry.keys() != {"parent", "offset", "checksum"}:
-            raise NotAPrefixFile(path, f"node {index} cannot be placed in a tree ({entry})")
+            raise _unusable(path, f"node {index} cannot be placed in a tree ({entry})")
     return entries
 
 
@@ -235,20 +228,20 @@ def _read_nodes(forest: Forest, path: Any, file: Any, entries: list[Any], model:
     n_states = len(file.keys()) // max(len(entries), 1) - 1
     names = ["tokens", *map(str, range(n_states))]
     if sorted(file.keys()) != sorted(f"{i}.{name}" for i in range(len(entries)) for name in names):
-        raise NotAPrefixFile(path, "its tensors are not those of its nodes")
+        raise _unusable(path, "its tensors are not those of its nodes")
     nodes: dict[int, Node] = {}
     expected = _layout(model) if entries else []
     for index, entry in enumerate(entries):
         # Copies: those of safetensors are the file's pages, which change with it after all checks.
         of_node = {name: file.get_tensor(f"{index}.{name}").clone() for name in names}
         if fingerprint.digest(of_node) != entry["checksum"]:
-            raise NotAPrefixFile(path, f"the states of node {index} are not those that were saved")
+            raise _unusable(path, f"the states of node {index} are not those that were saved")
         tokens, *states = of_node.values()
         n = len(tokens) if tokens.ndim == 1 and tokens.dtype == torch.long else 0
         layout = [(s.dtype, s.shape[::2]) for s in states]
         is_sound = all(s.ndim == 3 and s.shape[1] == n and s.is_floating_point() for s in states)
         if not n or not is_sound or layout != expected:
-            raise NotAPrefixFile(path, f"node {index} does not have states of the model's shape")
+            raise _unusable(path, f"node {index} does not have states of the model's shape")
         node = Node(tokens, tuple(s.to(model.device) for s in states))
         parent = nodes.get(entry["parent"])
         if parent is None and entry["parent"] != -1:
@@ -256,7 +249,7 @@ def _read_nodes(forest: Forest, path: Any, file: Any, entries: list[Any], model:
         key = (identity, tuple(entry["offset"])) if parent is None else forest.nodes[parent]
         siblings = parent or forest.roots.get(key)
         if siblings is not None and int(tokens[0]) in siblings.children:
-            raise NotAPrefixFile(path, f"node {index} begins as another one does")
+            raise _unusable(path, f"node {index} begins as another one does")
         if forest.n_bytes + node.n_bytes <= forest.max_bytes:
             nodes[index] = node
             forest.attach(key, parent, node)
