@@ -39,8 +39,8 @@ LIBRARIES_OF_ATTENTION = (*LIBRARIES_OF_LAYERS, "kvpress")
 CALLED = frozenset(("forward", "prepare_inputs_for_generation", "_prefill"))
 _FUNCTIONS = frozenset((FunctionType, MethodType, partial))
 
-#: Tensors by module and name, each with how often it was written to.
-ModuleTensors = dict[tuple[int, str], tuple[torch.Tensor, int | None]]
+#: Tensors by the ids of their modules, their names and ids, and how often they were written to.
+ModuleTensors = dict[tuple[int, str, int, int | None], torch.Tensor]
 
 
 def is_row_wise(model: Any) -> bool:
@@ -136,7 +136,7 @@ def is_replaced(name: str, cls: type = UpstreamMixin) -> bool:
 def module_tensors(model: Any) -> ModuleTensors:
     """The tensors that modules hold as plain attributes, and how often each was written to."""
     return {
-        (id(module), name): (value, n_writes(value))
+        (id(module), name, id(value), n_writes(value)): value
         for module in families.modules_of(model)
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
@@ -145,11 +145,7 @@ def module_tensors(model: Any) -> ModuleTensors:
 
 def have_changed(model: Any, before: ModuleTensors) -> bool:
     """Whether a module got another tensor since ``module_tensors``, or one was written to."""
-    for key, (value, version) in module_tensors(model).items():
-        old_value, old_version = before.get(key, (None, None))
-        if value is not old_value or version != old_version:
-            return True
-    return False
+    return not module_tensors(model).keys() <= before.keys()
 
 
 @contextmanager
