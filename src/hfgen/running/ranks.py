@@ -2,8 +2,11 @@
 
 A *rank* is one of these processes. Sharded parameters (FSDP, ZeRO-3) are gathered in each forward, so ranks
 have prompts of their own and have to forward as often. Ranks of tensor parallelism compute each layer
-together, so they have to choose the same tokens. Either way, a rank that stops leaves the others waiting:
-an error between two forwards travels with the next collective, and every rank raises.
+together, so they have to choose the same tokens. Either way, a rank that stops leaves the others waiting.
+
+``Ranks.agree`` compares the calls before the first forward, in one collective. An error before the loop, and
+one between two forwards of a loop with ``synced_gpus``, travel with the next collective, and every rank
+raises. After a failure within a forward, the others raise once the process that failed has ended.
 
 Drafts of a sharded model and the second branch of guidance are forwarded besides the loop, as often as a
 rank's own tokens ask for it. A rank announces each such forward; the others forward one token meanwhile.
