@@ -45,6 +45,18 @@ def parameters(function: Callable[..., Any]) -> frozenset[str]:
     return names
 
 
+def decodes_by_itself(model: Any) -> bool:
+    """Whether a wrapper of PEFT applies its adapter in its own ``generate``, of which the model within knows nothing.
+
+    It puts virtual tokens before the prompt, computes a row's scalings or offset, or passes a task's number.
+    """
+    config = getattr(model, "active_peft_config", None)
+    if config is None or getattr(model, "_adapters_disabled", False):
+        return False
+    of_call = config.is_prompt_learning or config.peft_type in ("POLY", "XLORA")
+    return of_call or bool(getattr(config, "alora_invocation_tokens", None))
+
+
 @functools.cache
 def may_have_parameters(kind: Any) -> bool:
     """Whether the class of a model's config has attributes with names of generation parameters."""

@@ -22,6 +22,7 @@ from lm_eval.models.utils import (
 )
 from tqdm import tqdm
 
+from . import families
 from .engine.many import generate_many
 from .mixin import mixed_view
 from .running import environment
@@ -65,10 +66,10 @@ class HfgenLM(HFLM):
                 "lm_eval's model type 'hfgen' supports decoder-only models, but "
                 f"{type(self.model).__name__} is an encoder-decoder: use 'hf'."
             )
-        if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
+        if families.decodes_by_itself(self.model):
             raise ValueError(
-                "lm_eval's model type 'hfgen' supports adapters of weights, but this one puts virtual "
-                "tokens before the prompt: use 'hf'."
+                "lm_eval's model type 'hfgen' supports adapters of weights, and none of calls, such as "
+                "virtual tokens before the prompt: use 'hf'."
             )
         if exact and not is_exact(self.model):
             make_exact(self.model)

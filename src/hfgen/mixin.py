@@ -19,7 +19,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from . import delegate
+from . import delegate, families
 from .decoding import loop, modes, outputs
 from .decoding.modes import HOOKS, Method
 from .decoding.outputs import GenerateOutput
@@ -37,8 +37,14 @@ from .streaming import AsyncStream, Stream
 def mixed_view(model: Any) -> Any:
     """An object that shares everything with ``model``, which stays as it is, but generates with hfgen.
 
-    Of a wrapper (PEFT, ``torch.compile``) it is a view of the model within.
+    Of a wrapper (PEFT, ``torch.compile``) it is a view of the model within. Raises ``TypeError`` for an adapter
+    that would have no effect there.
     """
+    if families.decodes_by_itself(model):
+        raise TypeError(
+            f"PEFT applies {type(model.active_peft_config).__name__} (virtual tokens, scalings, offsets or tasks of a "
+            "call) in its own `generate` alone, which cannot be decoded step by step. Call generate(), with a streamer."
+        )
     if isinstance(model, nn.Module):
         parts = (part for part in model.modules() if isinstance(part, transformers.GenerationMixin))
         model = next(parts, model)

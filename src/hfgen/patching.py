@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import transformers
 from torch import nn
 from transformers import GenerationMixin as UpstreamMixin
 
-from .mixin import OWN, GenerationMixin, mixed_class
+from .mixin import OWN, GenerationMixin, mixed_class, mixed_view
 from .running.row_states import is_replaced
 from .settings.versions import warn_if_untested
 
@@ -34,9 +35,9 @@ def mix_into(model: T) -> T:
     if hasattr(model, "base_model_prepare_inputs_for_generation"):  # kept by PEFT as it was before
         method = wrapper.get_base_model().prepare_inputs_for_generation
         wrapper.base_model_prepare_inputs_for_generation = method
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        # The model within, whose methods they would be, knows of no virtual tokens.
-        vars(model).update(stream=_refuse_stream, astream=_refuse_stream)
+    if hasattr(model, "active_peft_config"):  # PEFT looks these up in the model within
+        for name in ("stream", "astream", "session", "generate_batch"):
+            vars(model)[name] = partial(_call_within, model, name)
     return model
 
 
@@ -65,11 +66,8 @@ def _parts(function: str, model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, UpstreamMixin)]
 
 
-def _refuse_stream(*args: Any, **kwargs: Any) -> Any:
-    raise TypeError(
-        "PEFT puts virtual tokens before the prompt in its own `generate`, which cannot be decoded step "
-        "by step. Call generate(), with a streamer."
-    )
+def _call_within(wrapper: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(mixed_view(wrapper), name)(*args, **kwargs)
 
 
 class _AutoMixed:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 import hfgen
 from tests import tiny
@@ -67,3 +67,31 @@ def test_rows_keep_their_adapters_when_others_have_ended(adapted: Any, n_beams: 
         assert torch.equal(generate(adapted, **mode, drop_finished=True), expected)
     lengths = (expected[:, 7:] != PAD).sum(1)
     assert lengths.min() < lengths.max()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5]),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_adapters_that_only_generate_applies_are_refused_elsewhere(config: Any) -> None:
+    """The model within, which they decode, gives the tokens of a model without adapter."""
+    model = hfgen.mix_into(get_peft_model(tiny.llama(), config).eval())
+    ids, options = tiny.prompt(rows=1), {"max_new_tokens": 3}
+    base = tiny.llama().generate(ids, **options)
+    ways: list[Callable[[], Any]] = [
+        lambda: [event.token_ids[0] for event in model.stream(ids, **options)],
+        lambda: model.generate_batch(ids.tolist(), **options)["req_0"].generated_tokens,
+        lambda: next(hfgen.generate_many(model, ids.tolist(), **options)).sequences[0].token_ids,
+        lambda: [int(event.token_ids[0]) for event in model.session(ids, **options).step(3)],
+        lambda: [event.token_ids[0] for event in hfgen.Session(model, ids, **options).step(3)],
+    ]
+    for way in ways:
+        with pytest.raises(TypeError, match="in its own `generate`"):
+            way()
+        with model.disable_adapter():
+            assert list(way()) == base[0, ids.shape[1] :].tolist()
