@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import (
     CompileConfig,
@@ -255,6 +257,18 @@ def test_calls_that_would_not_be_exact_raise(model: Any) -> None:
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="attention has been set to 'eager'"):
         model.generate(**INPUTS, max_new_tokens=2)
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    changes: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda model: model.resize_token_embeddings(99), "lm_head"),
+        (lambda model: model.add_adapter(adapter), "q_proj.base_layer"),
+    ]
+    for change, name in changes:
+        model = hfgen.exact(hfgen.mix_into(tiny.llama()))
+        change(model)
+        with pytest.raises(ValueError, match=f"{name}' has been added since"):
+            model.generate(**INPUTS, max_new_tokens=2)
+        hfgen.restore(model)
+        hfgen.exact(model).generate(**INPUTS, max_new_tokens=2)
     with pytest.raises(TypeError, match="takes a transformers model, but got Linear"):
         hfgen.exact(nn.Linear(2, 2))
 

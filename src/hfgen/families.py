@@ -83,6 +83,12 @@ def modules_of(model: Any) -> Iterable[nn.Module]:
     return model.modules() if isinstance(model, nn.Module) else ()
 
 
+def transformers_model(model: Any) -> Any:
+    """The model of transformers in ``model``, around which there may be adapters; else ``model``."""
+    parts = (part for part in modules_of(model) if isinstance(part, transformers.PreTrainedModel))
+    return next(parts, model)
+
+
 def is_sharded(model: Any) -> bool:
     """Whether parameters live on several devices that have to forward in step (ZeRO-3, FSDP).
 

@@ -95,3 +95,25 @@ def test_adapters_that_only_generate_applies_are_refused_elsewhere(config: Any) 
             way()
         with model.disable_adapter():
             assert list(way()) == base[0, ids.shape[1] :].tolist()
+
+
+def test_log_probabilities_are_those_of_the_unpadded_row_and_exact_ones_of_generate() -> None:
+    ids, options = tiny.prompt(rows=1), {"logprobs": 0, "return_dict_in_generate": True}
+    padded = torch.nn.functional.pad(ids, (3, 0))
+    mask = (padded != 0).long()
+    layers = {"r": 2, "init_lora_weights": False}
+    learned = get_peft_model(tiny.gpt2(), LoraConfig(**layers, target_modules=["c_attn"])).eval()
+    with torch.no_grad():
+        expected = hfgen.token_logprobs(learned, ids)
+        scored = hfgen.token_logprobs(learned, padded, mask)[:, 3:]
+        torch.testing.assert_close(scored, expected, rtol=0, atol=1e-4)
+
+    model = hfgen.mix_into(get_peft_model(tiny.llama(), LoraConfig(**layers)).eval())
+    hfgen.exact(model.get_base_model())
+    output = model.generate(input_ids=ids, max_new_tokens=4, **options)
+    longer = torch.nn.functional.pad(output.sequences, (3, 0))
+    with torch.no_grad():
+        scored = hfgen.token_logprobs(model, longer, (longer != 0).long())[:, -4:]
+    assert torch.equal(scored, output.logprobs.token_logprobs)
+    hfgen.restore(model)
+    assert not hasattr(model, "exactness")

@@ -13,13 +13,14 @@ import torch
 from trl.data_utils import is_conversational
 from trl.models.utils import unwrap_model_for_generation
 
+from .. import families
 from ..decoding.card import Card, card
 from ..engine import Engine
 from ..engine.request import EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
 from ..mixin import mixed_view
 from ..running import ranks
 from ..tools.prompts import padded
-from .scoring import prepare_exact, transformers_model
+from .scoring import prepare_exact
 
 #: Options of ``generate`` that the trainer sets from its ``GRPOConfig``, where its loss reads some of them, too.
 OF_TRAINER = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
@@ -121,7 +122,7 @@ class Rollout:
 
     def card(self, trainer: Any) -> Card:
         """``hfgen.card`` of the trainer's model as it is now."""
-        return card(transformers_model(trainer.model), trainer.processing_class)
+        return card(families.transformers_model(trainer.model), trainer.processing_class)
 
     def _seeds(self, trainer: Any, n: int) -> list[int]:
         """``n`` seeds of this call, the same in each run; ranks of a trainer have their own."""
@@ -283,7 +284,7 @@ def generating(trainer: Any) -> Iterator[Any]:
         "gather_deepspeed3_params": trainer.args.ds3_gather_for_generation,
         "gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs,
     }
-    base = transformers_model(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+    base = families.transformers_model(trainer.accelerator.unwrap_model(trainer.model_wrapped))
     own = vars(base)
     if (forward := own.get("forward")) is not None:  # TRL's, whose head the sampler does not use
         getattr(forward, "__func__", forward).is_row_wise = True

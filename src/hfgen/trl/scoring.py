@@ -7,18 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .. import families
 from ..running.exact import exact, restore
 from ..running.exact.logprobs import scored
 from ..running.exact.switch import is_exact
-
-
-def transformers_model(model: Any) -> Any:
-    """The model of transformers in ``model``, around which there may be adapters."""
-    return next(part for part in model.modules() if isinstance(part, PreTrainedModel))
 
 
 def prepare_exact(model: Any, trainer: Any) -> None:
@@ -31,7 +25,7 @@ def prepare_exact(model: Any, trainer: Any) -> None:
             f"rollout(exact=True): mixed precision ({trainer.accelerator.mixed_precision}) changes dtypes between "
             "kernels. Load the model in one dtype, and set `bf16=False`, `fp16=False`."
         )
-    base = transformers_model(model)
+    base = families.transformers_model(model)
     fused_forward = vars(base)["forward"]
     if getattr(fused_forward, "temperature", None) == trainer.temperature and is_exact(base):
         return

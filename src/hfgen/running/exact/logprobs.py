@@ -41,7 +41,8 @@ def token_logprobs(
         )
     if model.config.is_encoder_decoder:
         raise ValueError("token_logprobs() takes decoder-only models, but this one has an encoder.")
-    return scored(model, model, input_ids, attention_mask, input_ids.shape[1] - 1, temperature)[0]
+    inner = families.transformers_model(model)  # PEFT's wrapper names no arguments
+    return scored(inner, model, input_ids, attention_mask, input_ids.shape[1] - 1, temperature)[0]
 
 
 def scored(
@@ -54,7 +55,7 @@ def scored(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the last ``n`` of ``input_ids (rows, length)``, and entropies there, ``(rows, n)``.
 
-    ``forward`` is that of ``model``. Float32 logits of one row at a time are in memory.
+    ``forward`` is that of ``model``, or of a wrapper. Float32 logits of one row at a time are in memory.
     """
     if hasattr(model, "exactness"):
         model.exactness.check(model)

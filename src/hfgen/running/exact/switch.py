@@ -44,10 +44,12 @@ class Report:
     """``model.exactness``: what was tried. ``str()`` is a line for each kind of operation.
 
     ``former``: the ``IMPLEMENTATIONS`` of the configs of the model and its parts before, for ``undo``.
+    ``modules``: the names of all modules, since one that is added, as an adapter does, would not be exact.
     """
 
     operations: tuple[Operation, ...]
     former: tuple[tuple[Any, dict[str, Any]], ...] = field(repr=False)
+    modules: frozenset[str] = field(repr=False)
 
     def __str__(self) -> str:
         return "\n".join(f"{o.name} {o.shape} {o.dtype}: exact" for o in self.operations)
@@ -55,6 +57,12 @@ class Report:
     def check(self, model: nn.Module) -> None:
         """Raise ``ValueError`` if ``model`` has been changed since, so that a call would not be exact."""
         layers.check_dropout(model)
+        for name, module in model.named_modules():
+            is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+            if is_plain or name not in self.modules:
+                raise ValueError(
+                    f"exact: {name!r} has been added since. Call hfgen.restore(model), and prepare it again."
+                )
         for config, _ in self.former:
             if (name := getattr(config, "_attn_implementation", None)) != NAME:
                 raise ValueError(
@@ -89,7 +97,8 @@ def exact(model: T) -> T:
         (config, {name: getattr(config, name, None) for name in IMPLEMENTATIONS})
         for config in configs.values()
     )
-    vars(model)["exactness"] = Report((), former)
+    modules = frozenset(name for name, _ in model.named_modules())
+    vars(model)["exactness"] = Report((), former, modules)
     try:
         expected = trial.logits_alone(model)
         for config, _ in former:
@@ -108,7 +117,7 @@ def exact(model: T) -> T:
                 f"exact: {type(model).__name__} computes attention in a way that is not understood: its logits would be "
                 "others, not by rounding alone."
             )
-        vars(model)["exactness"] = Report(operations, former)
+        vars(model)["exactness"] = Report(operations, former, modules)
     except BaseException as error:
         undo(model)
         if isinstance(error, ValueError) and str(error).startswith("exact: "):
@@ -140,7 +149,8 @@ def restore(model: T) -> T:
 
 def undo(model: nn.Module) -> None:
     """Undo ``exact``: the model is as it was before, kernels of ``hfgen.optimize`` included."""
-    report: Report = vars(model).pop("exactness")
+    owner = next(part for part in model.modules() if "exactness" in vars(part))  # in a wrapper
+    report: Report = vars(owner).pop("exactness")
     for config, implementations in report.former:
         vars(config).update(implementations)
     for module in model.modules():
