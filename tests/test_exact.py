@@ -224,6 +224,24 @@ def test_families_are_refused_by_the_operation_that_is_not_exact() -> None:
     assert state(mamba) == before
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": 4 * [1.0],
+            "long_factor": 4 * [2.0],
+        },
+    ],
+)
+def test_positions_that_depend_on_the_longest_row_are_refused(rope: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^exact: rotary positions of all rows change"):
+        hfgen.exact(tiny_llama(rope_parameters=rope | {"rope_theta": 1e4}))
+
+
 def test_an_operation_that_fails_the_probe_is_named(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +317,18 @@ def test_calls_do_not_drop_values(model: Any) -> None:
         hfgen.token_logprobs(model, torch.ones(2, 4, dtype=torch.long))
     with pytest.raises(ValueError, match=r"^exact: 'model.layers.0.mlp.dropout' drops values"):
         model.generate(**INPUTS, max_new_tokens=2)
+
+
+def test_calls_with_more_threads_than_were_tried_are_refused(model: Any) -> None:
+    hfgen.exact(model)
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(n_threads + 1)
+    try:
+        for call in (model.generate, partial(hfgen.token_logprobs, model)):
+            with pytest.raises(ValueError, match=r"^exact: torch has \d threads now"):
+                call(**INPUTS)
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 def test_a_row_with_nan_leaves_the_others_as_they_are(model: Any) -> None:

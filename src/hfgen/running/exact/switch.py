@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from ... import families
 from ..optimization import choice
 from ..optimization.forward import PackedForward
 from ..optimization.kernels import DTYPES
+from ..prefix.eligibility import is_length_dependent
 from ..row_states import foreign_code
 from . import layers, trial
 from .attention import NAME
@@ -45,11 +47,13 @@ class Report:
 
     ``former``: the ``IMPLEMENTATIONS`` of the configs of the model and its parts before, for ``undo``.
     ``modules``: the names of all modules, since one that is added, as an adapter does, would not be exact.
+    ``n_threads``: of torch, for which it was tried.
     """
 
     operations: tuple[Operation, ...]
     former: tuple[tuple[Any, dict[str, Any]], ...] = field(repr=False)
     modules: frozenset[str] = field(repr=False)
+    n_threads: int = field(default_factory=torch.get_num_threads)
 
     def __str__(self) -> str:
         return "\n".join(f"{o.name} {o.shape} {o.dtype}: exact" for o in self.operations)
@@ -63,6 +67,11 @@ class Report:
                 raise ValueError(
                     f"exact: {name!r} has been added since. Call hfgen.restore(model), and prepare it again."
                 )
+        if (n_threads := torch.get_num_threads()) > self.n_threads:  # they cut tensors elsewhere
+            raise ValueError(
+                f"exact: torch has {n_threads} threads now, the model was tried with {self.n_threads}. Call "
+                "hfgen.restore(model), and prepare it again."
+            )
         for config, _ in self.former:
             if (name := getattr(config, "_attn_implementation", None)) != NAME:
                 raise ValueError(
@@ -204,6 +213,8 @@ def _check(model: Any) -> None:
             f"exact: {type(model).__name__} keeps positions or states of its rows besides the cache, in which "
             "padding counts."
         )
+    if is_length_dependent(model, sys.maxsize):
+        raise ValueError("exact: rotary positions of all rows change once one of them is long.")
     for name, module in model.named_modules():
         forward = next((vars(module)[p] for p in choice.PLACES if p in vars(module)), None)
         if forward is not None and not isinstance(forward, PackedForward):
