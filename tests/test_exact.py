@@ -272,6 +272,9 @@ def test_calls_that_would_not_be_exact_raise(model: Any) -> None:
         model.generate(**INPUTS, max_new_tokens=2, **static)
     with pytest.raises(ValueError, match="makes its attention mask by itself"):
         model(**INPUTS, attention_mask=torch.zeros(2, 1, 6, 6))
+    for position_ids in ([[0, 1, 2, 0, 1, 2]], [[0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 5]]):
+        with pytest.raises(ValueError, match="positions begin anew within a row"):
+            model(**INPUTS, position_ids=torch.tensor(position_ids), use_cache=False)
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="attention has been set to 'eager'"):
         model.generate(**INPUTS, max_new_tokens=2)
@@ -317,6 +320,16 @@ def test_calls_do_not_drop_values(model: Any) -> None:
         hfgen.token_logprobs(model, torch.ones(2, 4, dtype=torch.long))
     with pytest.raises(ValueError, match=r"^exact: 'model.layers.0.mlp.dropout' drops values"):
         model.generate(**INPUTS, max_new_tokens=2)
+
+
+def test_quantised_caches_are_refused(model: Any) -> None:
+    options = {"max_new_tokens": 2, "cache_implementation": "quantized"}
+    given = model.generate(**INPUTS, **options, return_dict_in_generate=True).past_key_values
+    hfgen.exact(model)
+    longer = {name: torch.cat([ids, ids], dim=1) for name, ids in INPUTS.items()}
+    for call in (INPUTS | options, longer | {"past_key_values": given, "max_new_tokens": 2}):
+        with pytest.raises(ValueError, match=r"^exact: a quantised cache rounds keys"):
+            model.generate(**call)
 
 
 def test_calls_with_more_threads_than_were_tried_are_refused(model: Any) -> None:

@@ -203,6 +203,15 @@ def keeps_other_state(model: Any) -> bool:
     return model.config.model_type in ("glm_image", "recurrent_gemma", "voxtral_realtime")
 
 
+def separates_texts(mask: Any) -> bool:
+    """Whether a mask function of transformers, or one that it calls, separates the texts of a packed row."""
+    if isinstance(mask, tuple):
+        return any(map(separates_texts, mask))
+    if getattr(mask, "__qualname__", "").startswith("packed_sequence_mask_function."):
+        return True
+    return any(separates_texts(c.cell_contents) for c in getattr(mask, "__closure__", None) or ())
+
+
 def selects_keys(model: Any) -> bool:
     """Whether layers attend to the likeliest keys alone (DeepSeek's sparse attention).
 

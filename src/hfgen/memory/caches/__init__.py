@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, MaxLengthCriteria
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    QuantizedCache,
+    StaticCache,
+)
 from transformers.configuration_utils import get_head_shapes
 from transformers.generation import utils as generation
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS, GenerationMode
@@ -130,6 +136,11 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     model._prepare_cache_for_generation(
         config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
     )
+    cache = model_kwargs.get(name)
+    if hasattr(model, "exactness") and isinstance(layers.decoder_cache(cache), QuantizedCache):
+        raise ValueError(
+            "exact: a quantised cache rounds keys in groups of columns, padding included. Use another cache."
+        )
 
 
 def check_room(model: Any, call: Call, prompt: Prompt) -> None:

@@ -137,7 +137,14 @@ class Group:
 def exact_mask(
     *, kv_offset: int = 0, attention_mask: Tensor | None = None, **arguments: Any
 ) -> Tensor:
-    """The mask ``(rows, 1, queries, keys)`` of transformers' interface, which carries its ``Group``s."""
+    """The mask ``(rows, 1, queries, keys)`` of transformers' interface, which carries its ``Group``s.
+
+    Raises ``ValueError`` for rows of several texts: blocks of keys begin with the row.
+    """
+    if families.separates_texts(arguments.get("mask_function")):
+        raise ValueError(
+            "exact: positions begin anew within a row, as those of packed texts. Give each text a row."
+        )
     arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask: Any = sdpa_mask(kv_offset=kv_offset, attention_mask=attention_mask, **arguments)
     mask = mask.contiguous()  # whoever makes it so gets this object, with its groups
