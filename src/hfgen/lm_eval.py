@@ -92,8 +92,6 @@ class HfgenLM(HFLM):
         ):
             yield bar
 
-    # ------------------------------------------------------------ likelihoods
-
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
@@ -118,8 +116,6 @@ class HfgenLM(HFLM):
                         self.cache_hook.add_partial("loglikelihood", text, answer)
                 bar.update(len(answers))
         return [likelihoods[number] for number in range(len(requests))]
-
-    # ------------------------------------------------------------ answers
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """The text of each answer, cut at its stop strings; all in one engine."""

@@ -250,7 +250,8 @@ def tokenized(prompts: list[Any], trainer: Any) -> list[list[int]]:
         raise ValueError("rollout(): TRL gave no prompts.")
     tokenizer = trainer.processing_class
     if is_conversational({"prompt": prompts[0]}):
-        parts = (part for prompt in prompts for message in prompt for part in _parts(message))
+        contents = (message["content"] for prompt in prompts for message in prompt)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
         if other := next((part for part in parts if part.get("type") != "text"), None):
             raise ValueError(
                 f"rollout(): a prompt has a part of type {other.get('type')!r}; allowed is text. Leave out "
@@ -266,11 +267,6 @@ def tokenized(prompts: list[Any], trainer: Any) -> list[list[int]]:
     if not all(ids):
         raise ValueError(f"rollout(): prompt {prompts[ids.index([])]!r:.80} has no tokens.")
     return ids
-
-
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message["content"]
-    return content if isinstance(content, list) else []
 
 
 @contextmanager

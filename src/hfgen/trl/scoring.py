@@ -47,22 +47,19 @@ def scoring(
     """A forward in place of TRL's ``fused_forward``, whose log-probabilities are those of ``token_logprobs``."""
 
     @functools.wraps(fused_forward)
-    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head or not is_exact(model):
-            return fused_forward(
-                *args, **({"fused_lm_head": True} if fused_lm_head else {}), **kwargs
-            )
-        input_ids, labels = kwargs["input_ids"], kwargs["labels"][:, 1:]
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("fused_lm_head") or not is_exact(model):
+            return fused_forward(*args, **kwargs)
+        ids, labels, mask = (
+            kwargs["input_ids"],
+            kwargs["labels"][:, 1:],
+            kwargs.get("attention_mask"),
+        )
         is_scored = labels != -100
-        n = labels.shape[1] - int(
-            is_scored.any(dim=0).int().argmax()
-        )  # those before are the prompts'
-        outputs = scored(
-            model, fused_forward, input_ids, kwargs.get("attention_mask"), n, temperature
-        )
-        logprobs, entropy = (
-            F.pad(x, (labels.shape[1] - n, 0)).masked_fill(~is_scored, 0) for x in outputs
-        )
+        n_before = int(is_scored.any(dim=0).int().argmax())  # columns of prompts alone
+        n = labels.shape[1] - n_before
+        outputs = scored(model, fused_forward, ids, mask, n, temperature)
+        logprobs, entropy = (F.pad(x, (n_before, 0)).masked_fill(~is_scored, 0) for x in outputs)
         loss = -logprobs.sum() / is_scored.sum().clamp(min=1)
         return FusedCausalLMOutput(loss=loss, log_probs=logprobs, entropy=entropy)
 

@@ -89,7 +89,6 @@ def demo(debug: bool = DEBUG) -> None:
 
 
 def heading(text: str, call: str) -> None:
-    """A title, and the call that does it."""
     out.print(f"\n[bold]{text}[/]\n[dim]{escape(call)}[/]")
 
 
@@ -226,7 +225,6 @@ def calls(loaded: Loaded) -> dict[str, Callable[[str], Run]]:
 
 
 def timed(call: Callable[[], Any]) -> Run:
-    """The result of a call, and its seconds."""
     started = time.perf_counter()
     result = call()
     return result, time.perf_counter() - started

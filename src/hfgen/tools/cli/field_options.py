@@ -184,7 +184,6 @@ class Fields(dict[str, Any]):
                 raise CliError(f"{too_high} is more than {option_name(most)} {high}")
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
         return {n: value.to_dict() if n == "grammar" else value for n, value in self.items()}
 
 
@@ -231,12 +230,12 @@ def parse_value(name: str, text: str) -> Any:
     if kind.option == "a number" and not isinstance(value, bool):
         with suppress(ValueError):
             value = float(text)  # '.5' is no JSON, and '2' no float
-    fits = kind.accepts(value) and not (is_number and isinstance(value, bool))
-    if value is not None and not fits and kind.option != "text or JSON":
+    if value is None or (kind.accepts(value) and not (is_number and isinstance(value, bool))):
+        return value
+    if kind.option != "text or JSON":
         takes = FLAGS_WITH_WORDS.get(name, kind.option)
         raise CliError(f"{option_name(name)} takes {takes}, but {text!r} was given")
-    # '--stop-strings 1' stops at the text "1"
-    return text if kind.accepts(text) and not kind.accepts(value) and value is not None else value
+    return text if kind.accepts(text) else value  # '--stop-strings 1' stops at the text "1"
 
 
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:

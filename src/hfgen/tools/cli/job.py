@@ -37,7 +37,6 @@ class Job:
     running: dict[int, tuple[Line, list[Any], int]] = field(default_factory=dict)
 
     def run(self, engine: Engine) -> None:
-        """Answer all lines."""
         on_events = self.progress.add_events
         outputs = outputs_of(engine, self.prompts(), {}, in_order=False, on_events=on_events)
         for number, output in outputs:

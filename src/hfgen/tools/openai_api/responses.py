@@ -34,7 +34,6 @@ def choice(index: int, reason: Any, **fields: Any) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Any, pieces: Pieces | None) -> dict[str, Any] | None:
-    """The log-probabilities of a choice of a chat."""
     return None if tokens is None else {"content": content(tokens, pieces), "refusal": None}
 
 

@@ -234,7 +234,6 @@ class Metrics:
 
 
 def application(served: Served, metrics: Metrics) -> Starlette:
-    """The application for one model."""
     model = {"id": served.name, "object": "model", "owned_by": "hfgen", "created": 0}
 
     def show_metrics(_: Request) -> Response:

@@ -26,7 +26,6 @@ HEARD = ("input_audio", "audio_url")
 
 
 def limit(default: Any, help: str) -> Any:
-    """A field with its default and the help of its option."""
     return field(default=default, metadata={"help": help})
 
 
