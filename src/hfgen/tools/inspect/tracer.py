@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -76,16 +77,6 @@ class Watched(LogitsProcessorList):
         # Without the notes: a copy is for something else, such as drafting.
         return self.kind(copy.deepcopy(list(self), memo))
 
-    def stages(self, configs: Sequence[Any]) -> list[Stage]:
-        """The stages behind the first notes."""
-        return [stage_of(each, configs) for each in self if not isinstance(each, NoTokenLeft)]
-
-    def take(self, length: int) -> list[Tensor] | None:
-        """The notes of ``length``, and forget those of shorter ids."""
-        notes = self.notes.get(length)
-        self.notes = {n: scores for n, scores in self.notes.items() if n > length}
-        return notes
-
 
 def stage_of(processor: Any, configs: Sequence[Any]) -> Stage:
     """The column for a processor; ``configs`` are those of the call's prompts."""
@@ -140,8 +131,6 @@ class Clock:
         return time.perf_counter()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, timed."""
-
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self.depth:
                 return function(*args, **kwargs)
@@ -219,7 +208,8 @@ class Tracer(Observer):
     def __init__(self, run: Run, strategy: Any, watched: Watched, top: int) -> None:
         self.watched, self.top = watched, top
         self.prompt_length = run.ids.shape[1]
-        self.stages = Stage("logits"), *self.before(strategy), *watched.stages(run.configs)
+        processors = [stage_of(p, run.configs) for p in watched if not isinstance(p, NoTokenLeft)]
+        self.stages = Stage("logits"), *self.before(strategy), *processors
         self.positions: list[Position] = []
         #: ``(rows,)`` of each position: which rows have a token there, or ``None`` for all.
         self.is_token: list[list[bool] | None] = []
@@ -229,8 +219,7 @@ class Tracer(Observer):
         self.forward, self.draft = Clock(run.ids.device), Clock(run.ids.device)
         #: ``(rows, n)``: what was drafted in the newest round, -1 where nothing was.
         self.guesses: list[list[int]] = []
-        #: Methods that are watched, by their objects and names.
-        self.replaced: list[tuple[Any, str]] = []
+        self.patches = ExitStack()  # gives the watched methods back to their objects
         executor = strategy.executor
         for owner, name in (strategy, "prefill"), (executor, "forward"), (executor, "verify"):
             self.replace(owner, name, self.forward.around(getattr(owner, name)))
@@ -241,7 +230,7 @@ class Tracer(Observer):
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Replace a method of one object by ``function``, until ``finish``."""
         setattr(owner, name, function)
-        self.replaced.append((owner, name))
+        self.patches.callback(delattr, owner, name)
 
     def before(self, strategy: Any) -> list[Stage]:
         """The stages by which the strategy changes logits before the processors."""
@@ -253,7 +242,6 @@ class Tracer(Observer):
         return [Stage(type(strategy).__name__)] if is_own else []
 
     def add(self, run: Run, strategy: Any, step: LoopStep) -> None:
-        """Measure the tokens of a step."""
         seconds = self.forward.now() - self.since
         draft = self.draft.take()
         n_new = step.tokens.shape[1]
@@ -278,7 +266,8 @@ class Tracer(Observer):
 
     def scores(self, length: int, logits: Tensor, n_rows: int) -> list[Tensor]:
         """The scores ``(rows, vocab)`` of each stage, at the position behind ``length`` tokens."""
-        notes = self.watched.take(length)
+        notes, watched = self.watched.notes.get(length), self.watched
+        watched.notes = {n: scores for n, scores in watched.notes.items() if n > length}
         if notes is None:  # there are no processors, and they were not asked
             return [logits[:n_rows]]
         has_before = len(self.stages) > len(notes)
@@ -309,6 +298,4 @@ class Tracer(Observer):
         self.guesses = []
 
     def finish(self, run: Run, strategy: Any, result: dict[str, Any]) -> None:
-        """Give the watched methods back to their objects."""
-        for owner, name in self.replaced:  # what refers to itself would keep the cache in memory
-            delattr(owner, name)
+        self.patches.close()  # what refers to itself would keep the cache in memory

@@ -243,7 +243,6 @@ def spelled(piece: bytes) -> str:
 
 
 def all_ids(prompts: Any, sequences: Any, beams: Any, steps: Any) -> set[int]:
-    """The ids that occur in a trace."""
     ids = {token for prompt in prompts for token in prompt}
     for sequence in sequences:
         for token in sequence.tokens:
