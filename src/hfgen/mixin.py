@@ -201,7 +201,9 @@ class GenerationMixin(transformers.GenerationMixin):
             with explaining_misfit(self, call.cache) if call.has_foreign_cache else nullcontext():
                 return call.decode(self)
         except BaseException:
-            if hasattr(streamer, "end"):
+            # The server of transformers sends the error behind what it has, and nothing behind an end.
+            is_of_server = type(streamer).__module__.startswith("transformers.cli.")
+            if hasattr(streamer, "end") and not is_of_server:
                 with suppress(Exception):  # the first exception is the one to report
                     streamer.end()  # type: ignore[union-attr]
             raise

@@ -11,6 +11,8 @@ import uvicorn
 from starlette.testclient import TestClient
 from transformers.cli.serve import Serve
 
+import hfgen
+
 
 @pytest.fixture
 def server(folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
@@ -49,3 +51,13 @@ def test_streamed_chat_completion(server: TestClient, folder: str, both: Callabl
     theirs, ours = both(run)
     assert ours == theirs
     assert len(theirs) > 2
+
+
+def test_an_error_of_a_stream_is_sent(server: TestClient, folder: str) -> None:
+    config = json.dumps({"max_new_tokens": 4, "repetition_penalty": -1.0})
+    with hfgen.patched():
+        answer = server.post(
+            "/v1/chat/completions", json=body(folder, stream=True, generation_config=config)
+        )
+    assert "error" in json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))
+    assert "finish_reason" not in answer.text
