@@ -865,6 +865,71 @@ def test_a_class_of_transformers_that_a_library_changes_is_used(
     assert of_both(hfgen.mix_into(_copy())) == expected
 
 
+def no_draft(ids: Any, drafted: Any, length: int, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """In the place of transformers' speculative sampling: the model's likeliest token, and no drafted one."""
+    return logits[:, :1].argmax(dim=-1), torch.tensor(0)
+
+
+def repeating(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """In the place of ``get_candidates``: the two newest tokens again; counts how often it is asked."""
+    repeating.asked += 1  # type: ignore[attr-defined]
+    return torch.cat([input_ids, input_ids[:, -2:]], dim=1), None
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "options"),
+    [
+        ("TopKLogitsWarper", shaken, {"do_sample": True, "top_k": 20}),
+        ("RepetitionPenaltyLogitsProcessor", shaken, {"repetition_penalty": 1.3}),
+        ("LogitsProcessorList", shaken, {"num_beams": 2}),
+        ("MaxLengthCriteria", at_odd_ids, {"max_length": 9}),
+        ("StoppingCriteriaList", at_odd_ids, {}),
+        ("_speculative_sampling", no_draft, {"do_sample": True}),  # and an assistant
+        ("PromptLookupCandidateGenerator", repeating, {"prompt_lookup_num_tokens": 2}),
+        (
+            "PromptLookupCandidateGenerator.get_candidates",
+            repeating,
+            {"prompt_lookup_num_tokens": 2},
+        ),
+    ],
+)
+@pytest.mark.parametrize("way", ["mixed", "patched"])
+def test_a_name_in_transformers_module_that_a_library_replaces_is_used(
+    way: str, name: str, replacement: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subclass or function in the place of the one that ``generate`` reads; also while ``patch()`` holds."""
+    call = {"inputs": IDS[:1], "pad_token_id": 3} | options
+    if replacement is no_draft:
+        call["assistant_model"] = _copy()
+    plain = generated(_built("llama"), **call).tolist()
+    generated(hfgen.mix_into(_copy()), **call)  # nothing is looked up once and for all
+    repeating.asked = 0  # type: ignore[attr-defined]
+    with hfgen.patched() if way == "patched" else nullcontext():
+        module: Any = transformers.generation.utils
+        kind, _, method = name.partition(".")
+        if method:
+            monkeypatch.setattr(getattr(module, kind), method, replacement)
+        elif isinstance(getattr(module, kind), type):
+            method = "get_candidates" if replacement is repeating else "__call__"
+            attributes = {method: replacement, "__module__": __name__}
+            subclass = type(kind, (getattr(module, kind),), attributes)
+            monkeypatch.setattr(module, kind, subclass)
+        else:
+            monkeypatch.setattr(module, kind, replacement)
+        tokens = generated(hfgen.mix_into(_copy()) if way == "mixed" else _copy(), **call).tolist()
+    assert bool(repeating.asked) == (replacement is repeating)  # type: ignore[attr-defined]
+    assert tokens == generated(_built("llama"), **call).tolist()
+    assert (tokens == plain) == (replacement is repeating)  # drafts change no greedy token
+
+
+def test_a_head_that_the_model_does_not_show(model: Any, expected: Tensor) -> None:
+    def get_output_embeddings() -> Any:
+        raise NotImplementedError
+
+    model.get_output_embeddings = get_output_embeddings
+    assert torch.equal(generated(hfgen.mix_into(model)), expected)
+
+
 @pytest.mark.parametrize("way", ["mixed", "patched"])
 def test_generate_may_be_compiled(way: str, model: Any, expected: Tensor) -> None:
     """The call runs as it is, and a compiled forward of the model stays compiled."""

@@ -101,7 +101,9 @@ def is_sharded(model: Any) -> bool:
 
 def head_width(model: Any) -> int | None:
     """How many tokens the language modelling head scores; ``None`` if it has no weight that tells."""
-    weight = getattr(getattr(model, "get_output_embeddings", lambda: None)(), "weight", None)
+    weight = None
+    with suppress(AttributeError, NotImplementedError):  # of the model's own method
+        weight = model.get_output_embeddings().weight
     if not isinstance(weight, torch.Tensor):  # torch's quantised layers have a method of this name
         return None
     return int(getattr(weight, "ds_shape", weight.shape)[0])  # ZeRO-3 leaves it empty here

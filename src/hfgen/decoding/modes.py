@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from ..logits.logprobs import asks_for_any
+from ..logits.processors.lists import reads_replaced
 from ..memory.caches import cache_kind
 from ..running import graphs
 from ..running.row_states import is_replaced
@@ -55,12 +56,13 @@ class Mode:
         return HOOKS[self.hook]
 
     def method_of(self, cls: type) -> Any:
-        """The function with which ``cls`` decodes; transformers' beam search if parts of it are replaced."""
-        method = getattr(cls, self.hook)
-        is_own_beams = self.hook == "_beam_search" and method is self.decode
-        if is_own_beams and any(is_replaced(name, cls) for name in PARTS_OF_BEAM_SEARCH):
-            return _upstreams_beam_search
-        return method
+        """The function with which ``cls`` decodes; transformers' own if parts of it are replaced."""
+        method, upstreams = getattr(cls, self.hook), _UPSTREAMS.get(self.hook)
+        if upstreams is None or method is not self.decode:
+            return method
+        parts = PARTS_OF_BEAM_SEARCH if self.hook == "_beam_search" else ()
+        is_changed = reads_replaced(upstreams) or any(is_replaced(name, cls) for name in parts)
+        return upstreams if is_changed else method
 
 
 #: The parts of transformers' beam search that are methods, which hfgen's does not call.
@@ -70,7 +72,8 @@ PARTS_OF_BEAM_SEARCH = (
     *("_get_running_beams_for_next_iteration", "_update_finished_beams"),
 )
 
-_upstreams_beam_search = transformers.GenerationMixin._beam_search
+_OF_PARTS = "_beam_search", "_assisted_decoding"
+_UPSTREAMS = {name: getattr(transformers.GenerationMixin, name) for name in _OF_PARTS}
 _K = GenerationMode
 _ROWS = (
     Mode(_K.GREEDY_SEARCH, "_sample", Sample),

@@ -14,7 +14,7 @@ from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation import candidate_generator as kinds
 from transformers.utils import ModelOutput
 
-from ...logits.processors.lists import for_drafts
+from ...logits.processors.lists import for_drafts, reads_replaced
 from ...running.row_states import is_replaced
 from ...state.run import Run
 from .base import Draft, DraftContext, Drafter, Setup
@@ -88,9 +88,13 @@ class FromGenerator(Drafter):
 
 
 def has_own_hook(model: Any) -> bool:
+    """Whether the model has a hook of its own, or other code has replaced transformers', or what it makes."""
     name = "_get_candidate_generator"
-    hook = getattr(getattr(model, name), "__func__", None)
-    return hook is not getattr(GenerationMixin, name) or is_replaced(name)
+    upstreams: Any = getattr(GenerationMixin, name)
+    if getattr(getattr(model, name), "__func__", None) is not upstreams or is_replaced(name):
+        return True
+    drafting = (kinds.AssistedCandidateGenerator, kinds.PromptLookupCandidateGenerator)
+    return reads_replaced(upstreams) or any(is_replaced("get_candidates", k) for k in drafting)
 
 
 def _check_prompt(run: Run, kind: str) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import EtaLogitsWarper
+from transformers import EtaLogitsWarper, GenerationMixin
 from transformers.generation import logits_process as upstream
 
 from ...settings.fields import sampler_fields
@@ -22,8 +22,11 @@ from ..thinking import thinking_budget
 from . import dry, per_row, repetition, samplers, vocabulary
 from .context import Builder, Context, Row, built
 from .guidance import guidance
-from .lists import LogitsProcessorList, public_type
+from .lists import LogitsProcessorList, public_type, reads_replaced
 from .lists import merge_criteria_processor_list as merge_criteria_processor_list
+
+#: Called where a library has replaced a class that it reads.
+_upstreams = GenerationMixin._get_logits_processor
 
 _warper = partial(Row, of_sampling=True)  # not for greedy prompts
 
@@ -160,6 +163,11 @@ def get_logits_processor(
 
     ``input_ids_seq_length``: the decoder's prompt; ``encoder_input_ids``: the main input of the call.
     """
+    if reads_replaced(_upstreams):
+        prompt = input_ids_seq_length, encoder_input_ids, prefix_allowed_tokens_fn
+        others = logits_processor, device, model_kwargs
+        negative = negative_prompt_ids, negative_prompt_attention_mask
+        return _upstreams(self, generation_config, *prompt, *others, *negative)
     call = getattr(generation_config, "_call", None)
     context = Context(
         model=self,

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any
 
 import transformers
@@ -110,6 +111,17 @@ def _callable_kinds(kind: type) -> list[type]:
 
 
 is_of_library = lru_cache(maxsize=256)(is_of)
+
+
+def reads_replaced(method: Any) -> bool:
+    """Whether other code has put a class or function in the place of one that a ``method`` of transformers reads."""
+    return not all(map(is_of_library, map(method.__globals__.get, _names_read(method))))
+
+
+@lru_cache
+def _names_read(method: Any) -> list[str]:
+    values = {name: method.__globals__.get(name) for name in method.__code__.co_names}
+    return [name for name, value in values.items() if isinstance(value, type | FunctionType)]
 
 
 def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any) -> Any:

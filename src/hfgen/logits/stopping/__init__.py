@@ -13,10 +13,13 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 from ...settings.fields import require_tokenizer
 from ..grammar import processor as grammar
 from ..processors.context import Builder, Context, Row, built
-from ..processors.lists import function_of, is_librarys, is_of_library, name_of
+from ..processors.lists import function_of, is_librarys, is_of_library, name_of, reads_replaced
 from .reasons import FinishReason as FinishReason
 from .reasons import Notes, RepetitionCriteria, RowLengthCriteria, StopTokenCriteria, is_noted
 from .strings import StopRegexCriteria, StopStringCriteria
+
+#: Called where a library has replaced a class that it reads.
+_upstreams = transformers.GenerationMixin._get_stopping_criteria
 
 
 class StoppingCriteriaList(transformers.StoppingCriteriaList):
@@ -139,6 +142,8 @@ def get_stopping_criteria(
 
     Raises ``ValueError`` for stop strings without a tokenizer.
     """
+    if reads_replaced(_upstreams):
+        return _upstreams(self, generation_config, stopping_criteria, tokenizer)
     call: Any = getattr(generation_config, "_call", None)
     prompt = getattr(call, "prompt", None)
     context = Context(
