@@ -251,6 +251,20 @@ def test_an_operation_that_fails_the_probe_is_named(
     assert not is_exact(model)
 
 
+def test_the_last_block_has_as_many_keys_as_pass_for_all_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spans, "LAST_KEYS", keys := {})
+    monkeypatch.setattr(trial, "LAST_KEYS", keys)
+    passing = {3: (64, 192, spans.KEYS), 5: (64, 128, spans.KEYS)}
+    monkeypatch.setattr(
+        trial, "_try_last", lambda n, heads, *rest: None if n in passing[heads] else "differs"
+    )
+    for heads in passing:
+        trial.try_attention.__wrapped__(heads, heads, 8, torch.float32, 1)
+    assert keys == {(torch.float32, 8): (64, spans.KEYS)}
+
+
 def test_the_probe_says_which_rows_differ() -> None:
     values = torch.randn(trial.ROWS, 8)
     assert trial.try_rows(lambda x: x * 2, values) is None

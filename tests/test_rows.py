@@ -446,6 +446,13 @@ def test_wrong_lists_are_named_before_a_forward(model: Any, name: str) -> None:
         model.generate(**batch, **({"max_new_tokens": 3} | arguments))
 
 
+def test_beams_that_ignore_the_eos_are_padded_with_the_token_for_it(model: Any) -> None:
+    batch, _ = prompts(0)
+    options = {"num_beams": 2, "ignore_eos": True, "pad_token_id": 0}
+    output = model.generate(**batch, max_new_tokens=[2, 4, 4, 4], **options)
+    assert output[0, -2:].tolist() == [0, 0]
+
+
 def test_a_strategy_that_does_not_declare_it_gets_no_rows(model: Any) -> None:
     class Own(NextToken):
         pass

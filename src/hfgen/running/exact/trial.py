@@ -241,7 +241,7 @@ def try_attention(
 
     Chooses which parts of a block the last one may be. ``threads``: of torch, which the answer holds for.
     """
-    passing = []
+    passing, former = [], LAST_KEYS.get((dtype, size), range(KEYS + 1))  # of other heads
     for n_keys in range(KEYS, 0, -64):  # whole blocks first
         LAST_KEYS[dtype, size] = (n_keys, KEYS)
         differs = _try_last(n_keys, heads, kv_heads, size, dtype)
@@ -249,7 +249,7 @@ def try_attention(
             passing.append(n_keys)
         elif n_keys == KEYS:
             return differs
-    LAST_KEYS[dtype, size] = tuple(sorted(passing))
+    LAST_KEYS[dtype, size] = tuple(n for n in sorted(passing) if n in former)
     return None
 
 
