@@ -199,6 +199,12 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
                 f"`{name}`={count} asks for more tokens than the model's vocabulary has, which are "
                 f"{size}; -1 asks for all."
             )
+    start = call.config.decoder_start_token_id
+    if is_encoder_decoder and isinstance(start, list) and len(start) != prompt.batch_size:
+        raise ValueError(
+            f"`decoder_start_token_id` has to be one id or {prompt.batch_size}, one per row, but has "
+            f"{len(start)}."
+        )
 
 
 def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
