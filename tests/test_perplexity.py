@@ -132,7 +132,7 @@ def test_bytes_are_those_of_the_file(tmp_path: Path, builtin: tuple[Any, Any]):
         (["--window", 4096], "`window` has to be from 2 to 1024"),
         (["--stride", 1024], "`stride` has to be from 1 to 1023"),
         (["--window", 8, "--stride", 8], "--stride has to be below --window 8"),
-        (["--resample", "lines"], "'lines' is not one of 'windows', 'documents'"),
+        (["--resample", "lines"], "'--resample': 'lines' is not one of 'windows', 'documents'"),
     ],
 )
 def test_wrong_input_is_named(tmp_path: Path, arguments: list[Any], message: str):

@@ -399,7 +399,7 @@ def test_the_command_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("hfgen.tools.cli.serve.check_requirements", refuse)
     for arguments, message in {
-        ("--log-level", "loud"): "'loud' is not one of 'critical'",
+        ("--log-level", "loud"): "'--log-level': 'loud' is not one of 'critical'",
         ("--port", "99999"): "--port",
         ("--model", "builtin"): "a package is missing",
     }.items():

@@ -217,7 +217,10 @@ class Session(AbstractContextManager["Session"]):
             return self._of([row.copy() for row in (*self._rows, *other._rows)])
 
     def rewind(self, n: int | Sequence[int]) -> None:
-        """Remove the last ``n`` generated tokens, or a number of each row; ``ValueError`` for more than a row has."""
+        """Remove the last ``n`` generated tokens, of all rows or one number for each; they go on from there.
+
+        Raises ``ValueError`` for more tokens than a row has behind its prompt.
+        """
         with self._turn():
             numbers: Any = [n] * len(self) if isinstance(n, Integral) else n
             check_each(numbers, "n", len(self))
