@@ -203,7 +203,7 @@ def test_a_body_that_is_not_seen(llama: Any, monkeypatch: pytest.MonkeyPatch) ->
     expected = alone(llama, pairs)
     monkeypatch.setattr(prompt_logits.Body, "covers", lambda self, ids: False)
     check(likelihoods(llama, pairs), expected)
-    monkeypatch.setattr(prompt_logits, "_bodies", lambda model: [])
+    monkeypatch.setattr(prompt_logits.families, "has_plain_head", lambda model: False)
     check(likelihoods(llama, pairs), expected)
 
 

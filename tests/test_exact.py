@@ -261,7 +261,7 @@ def test_the_last_block_has_as_many_keys_as_pass_for_all_heads(
         trial, "_try_last", lambda n, heads, *rest: None if n in passing[heads] else "differs"
     )
     for heads in passing:
-        trial.try_attention.__wrapped__(heads, heads, 8, torch.float32, 1)
+        trial.of_attention.__wrapped__(heads, heads, 8, torch.float32, 1)
     assert keys == {(torch.float32, 8): (64, spans.KEYS)}
 
 

@@ -56,7 +56,7 @@ class Ahead:
 @contextmanager
 def decided(run: Run, strategy: Any) -> Iterator[None]:
     """Enclose the prefill: set ``run.ahead`` behind it if checking late pays and changes nothing."""
-    if not (_pays(run, strategy) and _changes_nothing(run, strategy)):
+    if not _may_check_late(run, strategy):
         yield
         return
     before = generator_states(run.ids.device)
@@ -74,18 +74,16 @@ def forward_ahead(run: Run, strategy: Any) -> ModelOutput | None:
     return None if run.finished else outputs
 
 
-def _pays(run: Run, strategy: Any) -> bool:
-    """Whether the host is ahead of the device, and no stream waits for each token.
+def _may_check_late(run: Run, strategy: Any) -> bool:
+    """Whether it pays, and the forward that is dropped changes nothing but a cache that is not seen.
 
-    The host is behind where it launches each kernel: an EOS would cost one more forward.
+    It pays where the host is ahead of the device, and no stream waits for each token. The host is behind where
+    it launches each kernel: an EOS would cost one more forward.
     """
     device, executor = run.ids.device.type, getattr(strategy, "executor", None)
     is_ahead = device == "mps" or getattr(executor, "is_quick_to_launch", False)
-    return ALWAYS or (is_ahead and device in ASYNCHRONOUS and not run.is_streamed)
-
-
-def _changes_nothing(run: Run, strategy: Any) -> bool:
-    """Whether the forward that is dropped changes nothing but a cache that is not seen."""
+    if not (ALWAYS or (is_ahead and device in ASYNCHRONOUS and not run.is_streamed)):
+        return False
     cache = families.given_cache(run.model_kwargs)
     return (
         getattr(type(strategy), "checks_late", False)

@@ -106,9 +106,19 @@ class Body:
 
     @classmethod
     def of_model(cls, model: Any, n_paths: int | None = None) -> Body | None:
-        """The body of ``model``, at the first ``n_paths`` paths where it may be; ``None`` if unknown."""
-        paths = _bodies(model)[:n_paths]
-        return cls(model, paths) if paths else None
+        """The body of ``model``, at the first ``n_paths`` paths where it may be; ``None`` if unknown.
+
+        The outermost path is the first.
+        """
+        if not (families.has_plain_head(model) and hasattr(model, "_modules")):
+            return None
+        names = (getattr(model, "base_model_prefix", ""), "model")
+        paths = [name for name in names if model._modules.get(name) is not None][:1]
+        # OPT and decoders taken out of encoder-decoders call the decoder within, and not its owner.
+        decoder = model.get_decoder() if paths and hasattr(model, "get_decoder") else None
+        inner = [path for path, module in model.named_modules() if module is decoder]
+        paths += [path for path in inner if path not in ("", *paths)]
+        return cls(model, paths[:n_paths]) if paths else None
 
     @classmethod
     def of_prefill(cls, run: Run) -> Body | None:
@@ -194,18 +204,6 @@ class Body:
         for part, tokens in zip(states.split(n, dim=1), ids.split(n, dim=1), strict=True):
             body_outputs[:] = [_with_states(outputs, part)]
             yield view(input_ids=tokens, use_cache=False, return_dict=True, **keep).logits
-
-
-def _bodies(model: Any) -> list[str]:
-    """The paths of the modules that may be all of a model but its head, the outermost first."""
-    if not (families.has_plain_head(model) and hasattr(model, "_modules")):
-        return []
-    names = (getattr(model, "base_model_prefix", ""), "model")
-    paths = [name for name in names if model._modules.get(name) is not None][:1]
-    # OPT and decoders taken out of encoder-decoders call the decoder within, and not its owner.
-    decoder = model.get_decoder() if paths and hasattr(model, "get_decoder") else None
-    inner = [path for path, module in model.named_modules() if module is decoder]
-    return paths + [path for path in inner if path not in ("", *paths)]
 
 
 def _states(outputs: Any) -> Any:

@@ -256,9 +256,10 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, int, int]]:
 
 def _probed(model: Any, shapes: set[tuple[int, int, int]]) -> tuple[Operation, ...]:
     """Probe each kind of operation, then the model; raise ``InexactError`` for what is not exact."""
+    context = model.dtype, torch.get_num_threads()
     operations = (
         *trial.of_layers(model),
-        *(trial.of_attention(*shape, model.dtype) for shape in sorted(shapes)),
+        *(trial.of_attention(*shape, *context) for shape in sorted(shapes)),
     )
     for operation in operations:
         if operation.differs is not None:

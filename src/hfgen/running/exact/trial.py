@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -234,13 +234,16 @@ LONGEST = 2 * KEYS - 3
 
 
 @cache
-def try_attention(
+def of_attention(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, threads: int
-) -> str | None:
-    """Where a query's output depends on how many queries, keys or rows are computed with it.
+) -> Operation:
+    """Try attention with ``heads`` of queries and ``kv_heads`` of keys, of ``size`` numbers.
 
-    Chooses which parts of a block the last one may be. ``threads``: of torch, which the answer holds for.
+    It differs where a query's output depends on how many queries, keys or rows are computed with it. Chooses
+    which parts of a block the last one may be. ``threads``: of torch, which the answer holds for.
     """
+    shape = f"{heads} heads of queries, {kv_heads} of keys, of {size}"
+    of_differing = partial(Operation, "attention", shape, str(dtype)[len("torch.") :])
     passing, former = [], LAST_KEYS.get((dtype, size), range(KEYS + 1))  # of other heads
     for n_keys in range(KEYS, 0, -64):  # whole blocks first
         LAST_KEYS[dtype, size] = (n_keys, KEYS)
@@ -248,9 +251,9 @@ def try_attention(
         if differs is None:
             passing.append(n_keys)
         elif n_keys == KEYS:
-            return differs
+            return of_differing(differs)
     LAST_KEYS[dtype, size] = tuple(n for n in sorted(passing) if n in former)
-    return None
+    return of_differing(None)
 
 
 def _try_last(n_keys: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> str | None:
@@ -332,10 +335,3 @@ def of_layers(model: nn.Module) -> Iterator[Operation]:
             yield Operation(
                 name, f"rows of {size}", str(dtype)[len("torch.") :], try_rows(module, values)
             )
-
-
-def of_attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> Operation:
-    """Try attention with ``heads`` of queries and ``kv_heads`` of keys, of ``size`` numbers."""
-    shape = f"{heads} heads of queries, {kv_heads} of keys, of {size}"
-    differs = try_attention(heads, kv_heads, size, dtype, torch.get_num_threads())
-    return Operation("attention", shape, str(dtype)[len("torch.") :], differs)
