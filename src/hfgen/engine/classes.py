@@ -50,6 +50,21 @@ class Classes(MayJoin):
         longest = max(decoding.longest for decoding in (*rows.moves, *other.moves))
         return self(rows.batch, other.batch, longest, between=rows.drafts)
 
+    def join_nearest(self, rows: JoinedRows, batches: list[JoinedRows]) -> bool:
+        """Join ``rows`` with the batch that they add the least padding to, or with the next one that takes them."""
+        others = [other for other in batches if self.may_join(rows, other)]
+        others.sort(
+            key=lambda other: padding([*other.members, *rows.members]) - padding(other.members)
+        )
+        refused: set[object] = set()
+        for other in others:
+            if other.kind not in refused:
+                with suppress(ValueError):
+                    other.absorb(rows)
+                    return True
+                refused.add(other.kind)  # so do all batches of that kind
+        return False
+
     def arrange(self, batches: list[JoinedRows]) -> None:
         """Split each batch that has too much padding, and merge two that have become similar."""
         for kind in {rows.kind for rows in batches}:
@@ -94,22 +109,6 @@ class Classes(MayJoin):
     def _bytes(self, members: Sequence[Decoding]) -> float:
         n_rows = sum(decoding.n_rows for decoding in members)
         return self.memory.needed(n_rows, max(decoding.length for decoding in members))
-
-
-def join_nearest(rows: JoinedRows, others: list[JoinedRows]) -> bool:
-    """Join ``rows`` with the batch that they add the least padding to, or with the next one that takes them."""
-
-    def added_padding(other: JoinedRows) -> int:
-        return padding([*other.members, *rows.members]) - padding(other.members)
-
-    refused: set[object] = set()
-    for other in sorted(others, key=added_padding):
-        if other.kind not in refused:
-            with suppress(ValueError):
-                other.absorb(rows)
-                return True
-            refused.add(other.kind)  # so do all batches of that kind
-    return False
 
 
 def cells(members: Sequence[Decoding]) -> int:

@@ -200,20 +200,7 @@ class JoinedRows:
         return outputs_of(outputs, self._index(decoding.places), len(self.batch), cache)
 
     def append_newest(self) -> None:
-        """Append the tokens that the requests have chosen, after reordering beams."""
-        self._apply_moves()
-        column = self._by_place(torch.cat([decoding.newest for decoding in self.moves]))
-        self.batch.ids = torch.cat([self.batch.ids, column[:, None]], dim=1)
-
-    def _by_place(self, rows: Tensor) -> Tensor:
-        """``rows`` of the requests, one after the other, in the order of the batch."""
-        order = [place for decoding in self.moves for place in decoding.places]
-        if order == list(range(len(order))):
-            return rows
-        return rows[self._index(sorted(range(len(order)), key=order.__getitem__))]
-
-    def _apply_moves(self) -> None:
-        """Reorder the shared cache by the beams' parents."""
+        """Append the tokens that the requests have chosen, after reordering the cache by the beams' parents."""
         index: Tensor | None = None
         for decoding, moves in self.moves.items():
             if moves.index is None:
@@ -225,6 +212,15 @@ class JoinedRows:
             moves.index = None
         if index is not None:
             self.batch.move(index)
+        column = self._by_place(torch.cat([decoding.newest for decoding in self.moves]))
+        self.batch.ids = torch.cat([self.batch.ids, column[:, None]], dim=1)
+
+    def _by_place(self, rows: Tensor) -> Tensor:
+        """``rows`` of the requests, one after the other, in the order of the batch."""
+        order = [place for decoding in self.moves for place in decoding.places]
+        if order == list(range(len(order))):
+            return rows
+        return rows[self._index(sorted(range(len(order)), key=order.__getitem__))]
 
 
 class DraftingRows(JoinedRows):
@@ -299,13 +295,7 @@ class DraftingRows(JoinedRows):
             decoding.n_gaps += most - n
             if n_drafted := decoding.strategy.n_new:
                 decoding.accepted.observe(n - 1, n_drafted)
-        self._append_columns(self._by_place(torch.cat(parts)))
-        n_gaps = sum(decoding.n_rows * decoding.n_gaps for decoding in self.moves)
-        if n_gaps > MANY_GAPS * self.ids.numel():
-            self.close_gaps()
-
-    def _append_columns(self, new: Tensor) -> None:
-        """Append ``new (rows, n)`` ids, and the columns of mask and positions."""
+        new = self._by_place(torch.cat(parts))
         kwargs, is_token = self.batch.model_kwargs, new != GAP
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is None and not is_token.all():
@@ -317,6 +307,9 @@ class DraftingRows(JoinedRows):
             more = positions[..., -1:] + is_token.cumsum(dim=1)
             kwargs["position_ids"] = torch.cat([positions, more], dim=-1)
         self.batch.ids = torch.cat([self.ids, new], dim=1)
+        n_gaps = sum(decoding.n_rows * decoding.n_gaps for decoding in self.moves)
+        if n_gaps > MANY_GAPS * self.ids.numel():
+            self.close_gaps()
 
     def close_gaps(self) -> None:
         if any(decoding.n_gaps for decoding in self.moves):

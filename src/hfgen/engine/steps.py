@@ -16,7 +16,7 @@ from ..memory.batch import Batch
 from ..settings.kinds import is_zero
 from ..streaming import StreamEvent
 from ..streaming.plain import PlainRows
-from .classes import Classes, join_nearest
+from .classes import Classes
 from .decoding import Decoding
 from .errors import DoesNotFitError, as_exception
 from .joined import DraftingRows, JoinedRows
@@ -211,8 +211,7 @@ class Steps:
 
     def _merge(self, rows: JoinedRows) -> None:
         """Join ``rows`` with the batch that they add the least padding to, if there is one."""
-        may_join = [other for other in self.joined if self.classes.may_join(rows, other)]
-        if join_nearest(rows, may_join):
+        if self.classes.join_nearest(rows, self.joined):
             self.joined.remove(rows)
 
     # ------------------------------------------------------------ tokens
