@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ...logits.grammar.follower import Follower
-from ...logits.grammar.processor import GrammarProcessor
 from . import base
 from .base import Acceptance, Draft, DraftContext, Drafter
 from .schedule import Schedule
@@ -59,8 +57,3 @@ class UnderGrammar(Drafter):
     def observe(self, verdict: Acceptance) -> None:
         if self.has_asked:
             self.drafter.observe(verdict)
-
-
-def under_grammar(drafter: Drafter, processors: Any) -> Drafter:
-    followers = [p.follower for p in processors if isinstance(p, GrammarProcessor)]
-    return UnderGrammar(drafter, followers[0]) if followers else drafter

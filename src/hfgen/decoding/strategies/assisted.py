@@ -37,6 +37,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
 
 from ... import families
+from ...logits.grammar.processor import GrammarProcessor
 from ...memory.caches import layers
 from ...running import Executor, prefill, prompts, ranks
 from ...running.row_states import has_own_hooks
@@ -46,7 +47,7 @@ from .. import outputs
 from ..drafters import base as drafting
 from ..drafters import has_foreign_generator, make_drafter, make_schedule
 from ..drafters.base import Acceptance, Draft, DraftContext, Setup
-from ..drafters.forced import UnderGrammar, under_grammar
+from ..drafters.forced import UnderGrammar
 from ..drafters.lookup import PromptLookup
 from ..drafters.memory import DrafterOfCall
 from ..loop import commit
@@ -76,7 +77,8 @@ class Assisted:
         run, config = setup.run, setup.run.config
         self.drafter = make_drafter(setup)
         self.schedule = make_schedule(setup, self.drafter)
-        self.drafter = under_grammar(self.drafter, run.processors)
+        if followers := [p.follower for p in run.processors if isinstance(p, GrammarProcessor)]:
+            self.drafter = UnderGrammar(self.drafter, followers[0])
         weight = config.assistant_ensemble_weight
         self.verification: GreedyMatch | SpeculativeSampling = GreedyMatch(weight)
         if run.row_choice is not None:
