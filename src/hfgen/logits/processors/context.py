@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from ...settings.fields import OWN_FIELDS
 from ...state.run import RowParams, all_equal
 from .lists import is_row_wise
-from .per_row import as_column, rows_of, take_prompts
+from .per_row import as_column, rows_of
 
 
 def n_ending_tokens(config: Any) -> int:
@@ -95,8 +94,13 @@ class Context:
     def of_prompts(self, prompts: list[int]) -> Context:
         """The context of those prompts, which ask for the same."""
         assert self.rows is not None
-        index = torch.tensor(prompts, device=self.device)
-        take = partial(take_prompts, prompts=index, n_prompts=len(self.rows))
+        index, n = torch.tensor(prompts, device=self.device), len(self.rows)
+
+        def take(value: Any) -> Any:
+            """The rows of these prompts in a tensor with as many rows for each prompt, or ``value``."""
+            is_of_rows = isinstance(value, torch.Tensor) and value.ndim > 0 and not len(value) % n
+            return value[rows_of(index, len(value) // n)] if is_of_rows else value
+
         return replace(
             self,
             config=self.rows.configs[prompts[0]],

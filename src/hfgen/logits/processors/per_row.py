@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", float, int, torch.Tensor, float | torch.Tensor, int | torch.Tensor)
 
 
-def take_prompts(value: Any, prompts: torch.Tensor, n_prompts: int) -> Any:
-    """The rows of ``prompts (n,)`` in a tensor with as many rows for each of ``n_prompts``, or ``value``."""
-    if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) % n_prompts:
-        return value
-    return value[rows_of(prompts, len(value) // n_prompts)]
-
-
 def rows_of(prompts: torch.Tensor, n_each: int) -> torch.Tensor:
     """The rows ``(n * n_each,)`` of ``prompts (n,)``, where each prompt has ``n_each`` rows."""
     if n_each == 1:
