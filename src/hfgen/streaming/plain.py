@@ -20,7 +20,7 @@ from ..decoding.outputs import Recording, Results
 from ..decoding.strategies.sample import Sample
 from ..logits.logprobs import Recorder, TokenLogprob
 from ..logits.logprobs.recorder import Position, PromptRecorder
-from ..logits.logprobs.result import Measures, measure, token_logprobs
+from ..logits.logprobs.result import ALL, Measures, measure, token_logprobs
 from ..logits.processors.lists import reads_scores_only
 from ..logits.stopping.reasons import is_noted
 from ..running.prefix.session import PrefixSession
@@ -38,7 +38,9 @@ def is_light(observer: Any) -> bool:
     """Whether an observer takes nothing of a step but its tokens and their log-probabilities."""
     if type(observer) is Recording:
         return not observer.recorded
-    return type(observer) in OF_ENDS or (type(observer) is Recorder and observer.is_narrow)
+    if type(observer) is Recorder:  # neither the vocabulary, nor the ids that samplers left
+        return not observer.has_support and observer.settings.n_top not in (None, ALL)
+    return type(observer) in OF_ENDS
 
 
 def kind_of(processors: Sequence[Any]) -> Hashable | None:
@@ -236,7 +238,14 @@ class Choices:
         drawn = [rows for rows in calls if rows.keys is not None]
         index = self._on(scores, drawn)
         if drawn:
-            keys = self._next_keys(drawn)
+            places = [(rows, rows.n_generated) for rows in drawn]
+            if self._keys is None or places != self._drawn:  # rows may have been in another batch
+                keys = torch.cat([rows.keys for rows in drawn])  # type: ignore[misc]
+                positions = [n for rows, n in places for _ in range(rows.n_rows)]
+                self._keys = seeds.keys_at(keys, torch.tensor(positions, device=keys.device))
+            self._drawn = [(rows, n + 1) for rows, n in places]
+            # Keys ``(rows,)`` whose noise at position -1 is that of each row's next token.
+            keys, self._keys = self._keys, seeds.keys_at(self._keys, 0)
             drawn_scores = scores if len(index) == len(scores) else scores[index]
             tokens[index] = seeds.perturbed(drawn_scores, keys, -1).argmax(dim=-1)
         best = scores.gather(1, tokens[:, None]).squeeze(1)
@@ -262,14 +271,3 @@ class Choices:
                 part = slice(start, start + rows.n_rows)
                 rows.measures = Measures(*(column[part] for column in measures))
                 rows.logprobs, start = entries[part], part.stop
-
-    def _next_keys(self, drawn: list[PlainRows]) -> Tensor:
-        """Keys ``(rows,)`` whose noise at position -1 is that of each row's next token."""
-        places = [(rows, rows.n_generated) for rows in drawn]
-        if self._keys is None or places != self._drawn:  # rows may have been in another batch
-            keys = torch.cat([rows.keys for rows in drawn])  # type: ignore[misc]
-            positions = [n for rows, n in places for _ in range(rows.n_rows)]
-            self._keys = seeds.keys_at(keys, torch.tensor(positions, device=keys.device))
-        self._drawn = [(rows, n + 1) for rows, n in places]
-        keys, self._keys = self._keys, seeds.keys_at(self._keys, 0)
-        return keys

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ...running.prompt_logits import Body, PromptLogits
 from ...state.run import Observer, Run, Step, Strategy
-from .result import ALL, LogprobRequest, Logprobs, Measures, Settings, measure, mode_of
+from .result import LogprobRequest, Logprobs, Measures, Settings, measure, mode_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,6 @@ class Recorder(Observer):
         self.has_support = bool(getattr(run.config, "logprobs_support", None))
         self.asked_ids = self.settings.token_ids(len(run.ids), run.ids.device)
         self.positions: list[Position] = []
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether each position has few values: neither the vocabulary, nor the ids that samplers left."""
-        return not self.has_support and self.settings.n_top not in (None, ALL)
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
         name = "scores" if self.settings.is_processed else "logits"
