@@ -85,11 +85,6 @@ def _reduce(self: Any, protocol: Any) -> str | tuple:
     return _new, (type(self)._unmixed_class,), state
 
 
-def _saying_who_generates(extra_repr: Callable[[Any], str]) -> Callable[[Any], str]:
-    """``extra_repr`` of a class with one more line in a printed model; class names stay as they are."""
-    return lambda self: "\n".join(filter(None, (extra_repr(self), "generation=hfgen")))
-
-
 def _new(cls: Any) -> Any:
     mixed = mixed_class(cls)
     return mixed.__new__(mixed)
@@ -114,7 +109,9 @@ class GenerationMixin(transformers.GenerationMixin):
         warn_if_untested()
         models = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
         if models and not any(issubclass(base, GenerationMixin) for base in models):
-            cls.extra_repr = _saying_who_generates(cls.extra_repr)
+            # One more line in a printed model; class names stay as they are.
+            shown = cls.extra_repr
+            cls.extra_repr = lambda self: "\n".join(filter(None, (shown(self), "generation=hfgen")))
 
     def __enter__(self) -> Any:
         """``with hfgen.exact(model):`` ends exact mode behind the block."""
