@@ -418,6 +418,7 @@ def test_prompts_that_the_model_cannot_take(build, error, inputs, message):
         ({"prompt_lookup_num_tokens": 10**9, "max_matching_ngram_size": 10**9}, {}),
         ({"prefill_chunk_size": 10**12}, {}),
         ({"top_k": False, "do_sample": True}, {"top_k": 0, "do_sample": True}),
+        ({"suppress_tokens": torch.tensor([5])}, {"suppress_tokens": [5]}),
     ],
     ids=name,
 )

@@ -83,7 +83,8 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _plain_tokens(value: Any) -> int | list[int]:
-    return int(value) if _is_token(value) else [int(token) for token in value]
+    # A tensor of one token is a token, too.
+    return [int(token) for token in value] if _is_token_list(value) else int(value)
 
 
 def tokens_in(value: Any) -> Iterator[int]:
