@@ -145,6 +145,23 @@ def test_whisper_long_form(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_sampled == ("temperature" in WHISPER_LONG[case])
 
 
+@pytest.mark.parametrize("timestamps", [False, True])
+def test_whisper_assistant(timestamps: bool) -> None:
+    """Drafts change no token; upstream's assistant moves the place where the model's time stamps begin."""
+    kwargs: dict[str, Any] = {
+        "input_features": sound(1, SEGMENT),
+        "language": "en",
+        "max_new_tokens": 20,
+        "return_timestamps": timestamps,
+    }
+    plain = whisper().generate(**kwargs)
+    assistants = whisper(), whisper()
+    upstream = whisper().generate(**kwargs, assistant_model=assistants[0])
+    drafted = hfgen.mix_into(whisper()).generate(**kwargs, assistant_model=assistants[1])
+    assert drafted.tolist() == plain.tolist()
+    assert (upstream.tolist() == plain.tolist()) is not timestamps
+
+
 # ---------------------------------------------------------------- RAG
 
 #: Upstream pads with EOS if the id of the pad token is 0.
