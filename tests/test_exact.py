@@ -191,6 +191,10 @@ def compiled_by_layer(model: Any) -> None:
     hfgen.optimize(model, compile=True)
 
 
+def compiled_by_torch(model: Any) -> None:
+    model.model.layers[0].compile(backend="eager")
+
+
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
@@ -200,6 +204,7 @@ def compiled_by_layer(model: Any) -> None:
         (with_a_class_of_ones_own, "Doubled is not known to compute each row by itself"),
         (on_another_device, "on several devices"),
         (compiled_by_layer, "has a forward that was set on it"),
+        (compiled_by_torch, "has a forward that was set on it"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_and_stays_as_it_was(
@@ -294,16 +299,19 @@ def test_calls_that_would_not_be_exact_raise(model: Any) -> None:
         model.generate(**INPUTS, max_new_tokens=2)
     adapter = LoraConfig(r=2, target_modules=["q_proj"])
     changes: list[tuple[Callable[[Any], Any], str]] = [
-        (lambda model: model.resize_token_embeddings(99), "lm_head"),
-        (lambda model: model.add_adapter(adapter), "q_proj.base_layer"),
+        (lambda model: model.resize_token_embeddings(99), "lm_head' has been added since"),
+        (lambda model: model.add_adapter(adapter), "q_proj.base_layer' has been added since"),
+        (compiled_by_torch, "model.layers.0' has been compiled since"),
+        (with_a_hook, r"with_a_hook.<locals>.<lambda> is not known to compute each row by itself"),
     ]
-    for change, name in changes:
+    for change, message in changes:
         model = hfgen.exact(hfgen.mix_into(tiny.llama()))
         change(model)
-        with pytest.raises(ValueError, match=f"{name}' has been added since"):
+        with pytest.raises(ValueError, match=message):
             model.generate(**INPUTS, max_new_tokens=2)
         hfgen.restore(model)
-        hfgen.exact(model).generate(**INPUTS, max_new_tokens=2)
+        if change not in (compiled_by_torch, with_a_hook):
+            hfgen.exact(model).generate(**INPUTS, max_new_tokens=2)
     with pytest.raises(TypeError, match="takes a transformers model, but got Linear"):
         hfgen.exact(nn.Linear(2, 2))
 

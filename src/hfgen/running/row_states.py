@@ -78,12 +78,13 @@ def foreign_code(model: Any) -> str | None:
     for name, function in ALL_ATTENTION_FUNCTIONS.items():
         if name in attentions and not _is_known(function, LIBRARIES_OF_ATTENTION):
             return str(name)
-    if (replaced := replaced_method()) is not None:
-        return replaced
-    for hook in _hooks(model):
-        if not _is_known(hook, LIBRARIES):
-            return str(getattr(hook, "__qualname__", type(hook).__name__))
-    return None
+    return replaced_method() or foreign_hook(model)
+
+
+def foreign_hook(model: Any) -> str | None:
+    """The name of a hook that is not known to look at each row by itself, if there is one."""
+    hooks = (hook for hook in _hooks(model) if not _is_known(hook, LIBRARIES))
+    return next((str(getattr(hook, "__qualname__", type(hook).__name__)) for hook in hooks), None)
 
 
 def has_list_of_rows(model_kwargs: ModelKwargs, n_rows: int) -> bool:

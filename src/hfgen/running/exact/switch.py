@@ -16,7 +16,7 @@ from ..optimization import choice
 from ..optimization.forward import PackedForward
 from ..optimization.kernels import DTYPES
 from ..prefix.eligibility import is_length_dependent
-from ..row_states import foreign_code
+from ..row_states import foreign_code, foreign_hook
 from . import layers, trial
 from .attention import NAME
 from .followed import with_followed_calls
@@ -31,6 +31,12 @@ IMPLEMENTATIONS = {
     "_attn_implementation_internal": NAME,
     "_experts_implementation_internal": "eager",
 }
+#: Where a module keeps what its ``compile()`` has made.
+COMPILED = "_compiled_call_impl"
+NOT_ROW_WISE = (
+    "exact: {} is not known to compute each row by itself. If it does, give it an attribute "
+    "`is_row_wise = True`."
+)
 
 
 class InexactError(ValueError):
@@ -63,10 +69,14 @@ class Report:
         layers.check_dropout(model)
         for name, module in model.named_modules():
             is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-            if is_plain or name not in self.modules:
+            is_added = is_plain or name not in self.modules
+            if is_added or vars(module).get(COMPILED) is not None:
                 raise ValueError(
-                    f"exact: {name!r} has been added since. Call hfgen.restore(model), and prepare it again."
+                    f"exact: {name!r} has been {'added' if is_added else 'compiled'} since. Call "
+                    "hfgen.restore(model), and prepare it again."
                 )
+        if (hook := foreign_hook(model)) is not None:
+            raise ValueError(NOT_ROW_WISE.format(hook))
         if (n_threads := torch.get_num_threads()) > self.n_threads:  # they cut tensors elsewhere
             raise ValueError(
                 f"exact: torch has {n_threads} threads now, the model was tried with {self.n_threads}. Call "
@@ -216,17 +226,15 @@ def _check(model: Any) -> None:
     if is_length_dependent(model, sys.maxsize):
         raise ValueError("exact: rotary positions of all rows change once one of them is long.")
     for name, module in model.named_modules():
-        forward = next((vars(module)[p] for p in choice.PLACES if p in vars(module)), None)
+        set_here = (vars(module).get(place) for place in (*choice.PLACES, COMPILED))
+        forward = next((function for function in set_here if function is not None), None)
         if forward is not None and not isinstance(forward, PackedForward):
             raise ValueError(
                 f"exact: {name!r} has a forward that was set on it ({type(forward).__name__}), as compile and "
                 "device maps do. Prepare the model without."
             )
     if (code := foreign_code(model)) is not None:
-        raise ValueError(
-            f"exact: {code} is not known to compute each row by itself. If it does, give it an attribute "
-            "`is_row_wise = True`."
-        )
+        raise ValueError(NOT_ROW_WISE.format(code))
 
 
 def _set_forwards(model: nn.Module) -> set[tuple[int, int, int]]:
