@@ -170,6 +170,21 @@ def test_exact_rows_have_the_bits_of_their_fresh_calls(name: str) -> None:
         check(session, torch.equal)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+def test_prefixes_of_the_model_begin_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prefixes = ours(name), hfgen.PrefixCache()
+    monkeypatch.setattr(model, "prefix_cache", prefixes, raising=False)
+    with quiet():
+        ids = torch.arange(5, 33).view(2, 14)
+        model.generate(ids, max_new_tokens=2, pad_token_id=0)
+        session = model.session(ids, max_new_tokens=12, pad_token_id=0)
+        for _ in session.step(6):
+            pass
+        session.rewind([5, 2])
+        check(session.fork(2))
+    assert prefixes.stats.hits >= 2
+
+
 # ---------------------------------------------------------------- what operations do
 
 
