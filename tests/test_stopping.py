@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     StoppingCriteria,
 )
+from transformers.utils import logging
 
 import hfgen
 from hfgen.logits import stopping
@@ -186,6 +187,20 @@ def test_a_custom_criterion_takes_the_place_of_its_default(
     assert built[0] is limit
     assert built[2] is string
     assert built.max_length == 9
+
+
+def test_the_warning_of_a_replaced_default_begins_as_in_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        logging.get_logger("transformers.generation.utils"), "warning_once", said.append
+    )
+    for model in (tiny.llama(), hfgen.mix_into(tiny.llama())):
+        model.generate(tiny.prompt(), stopping_criteria=[MaxLengthCriteria(9)], max_length=10)
+    upstream, own = (text.partition(", given its parameterization") for text in said)
+    assert own[:2] == upstream[:2]
+    assert own[1]  # transformers' own tests look for this part
 
 
 def test_length_only() -> None:

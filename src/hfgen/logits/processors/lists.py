@@ -137,7 +137,7 @@ def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any
             what = "stopping criteria" if is_criterion else "logits processor"
             logger.warning_once(
                 f"A custom {what} of type {type(custom)} has been passed to `.generate()`, but it was "
-                "also created in `.generate()`: the custom one is used."
+                "also created in `.generate()`, given its parameterization: the custom one is used."
             )
         merged.append(default if custom is None else custom)
     for custom in custom_list:
