@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
+    Phi3Config,
+    Phi3ForCausalLM,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -45,6 +48,7 @@ from hfgen.decoding.strategies.verification import (
 from hfgen.running import Executor
 from tests import tiny
 from tests.parity import speculation
+from tests.parity.family import seeded
 from tests.parity.harness import FAMILIES, Case, ours, run, sequences, upstream
 from tests.parity.options import GREEDY, SAMPLE
 from tests.parity.options import tokenizer as letters
@@ -237,6 +241,71 @@ def test_drafts_are_cut_to_what_a_static_cache_holds(model: Any) -> None:
     kwargs = {"attention_mask": MASK, "max_new_tokens": 8, "cache_implementation": "static"}
     plain = model.generate(IDS, **kwargs)
     assert torch.equal(model.generate(IDS, prompt_lookup_num_tokens=50, **kwargs), plain)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": 4 * [1.0], "long_factor": 4 * [2.0]}
+
+
+def phi3(**overrides: Any) -> Any:
+    """A model that forwards all tokens again, into another cache, when it has more than 16."""
+    config = Phi3Config(
+        **tiny.SPECIAL,
+        vocab_size=tiny.VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        initializer_range=0.3,
+        rope_parameters=LONGROPE | {"rope_theta": 1e4},
+        **overrides,
+    )
+    return seeded(lambda: Phi3ForCausalLM(config))
+
+
+CHANGING_POSITIONS = {
+    "another cache": phi3,
+    "another cache, windows": partial(phi3, sliding_window=12),
+    "longrope": lambda: tiny.llama(
+        rope_parameters=LONGROPE
+        | {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    ),
+    "dynamic": lambda: tiny.llama(
+        max_position_embeddings=16,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 20.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [12, 20])
+@pytest.mark.parametrize("kind", CHANGING_POSITIONS)
+def test_rotary_positions_that_change_with_the_length(kind: str, length: int) -> None:
+    """No forward verifies drafts beyond the change with tokens before it; rejected ones leave a new cache."""
+    ids = tiny.prompt(1, length // 2).repeat(1, 2)
+    options = {"max_new_tokens": 12, "eos_token_id": None}
+
+    def generate(**drafting: Any) -> Tensor:
+        model = hfgen.mix_into(
+            CHANGING_POSITIONS[kind]()
+        )  # frequencies stay as the last call left them
+        return model.generate(ids, **options, **drafting)
+
+    plain = generate()
+    assert torch.equal(generate(prompt_lookup_num_tokens=3), plain)  # most are rejected
+    assert torch.equal(generate(assistant_model=Script(plain), num_assistant_tokens=3), plain)
+
+
+@pytest.mark.parametrize("drafting", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_model_that_begins_another_cache(do_sample: bool, drafting: dict[str, int]) -> None:
+    ids = tiny.prompt(1, 10).repeat(1, 2)
+    results = []
+    for make in (phi3, lambda: hfgen.mix_into(phi3())):
+        torch.manual_seed(0)
+        results.append(make().generate(ids, max_new_tokens=12, do_sample=do_sample, **drafting))
+    assert torch.equal(*results)
 
 
 def test_rows_advance_at_their_own_pace(model: Any) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from ... import families
 from ...logits.grammar.processor import GrammarProcessor
 from ...memory.caches import layers
 from ...running import Executor, prefill, prompts, ranks
+from ...running.prefix.eligibility import rotary_limits
 from ...running.row_states import has_own_hooks
 from ...state.call import Call
 from ...state.run import Run, Speculation, Step
@@ -93,6 +94,8 @@ class Assisted:
         self.cache: Any = run.model_kwargs.get("past_key_values")
         _check_cache(run, self.cache)
         self.keeps_all_tokens = layers.keeps_all_tokens(self.cache)
+        self.recorders = ExitStack()  # of caches while they decode
+        self.rotary_limits = rotary_limits(run.model)
         self.max_length = setup.max_length
         self.rows = DraftedRows(run, self.max_length)
         embedding = families.token_embedding(run.model)
@@ -139,8 +142,9 @@ class Assisted:
         model_kwargs = run.model_kwargs | self.overrides if self.overrides else run.model_kwargs
         return prefill(run.model, run.ids, run.config, model_kwargs)
 
-    def decoding(self, run: Run) -> AbstractContextManager[None]:
-        return layers.recording(self.cache)
+    def decoding(self, run: Run) -> AbstractContextManager[Any]:
+        self.recorders.enter_context(layers.recording(self.cache))
+        return self.recorders
 
     def forward(self, run: Run) -> ModelOutput:
         start = run.ids.shape[1]
@@ -160,6 +164,12 @@ class Assisted:
             n = min(n, room)  # the last token is not forwarded
         if not self.keeps_all_tokens:
             n = int(min(n, layers.capacity(self.cache) - start))
+        for kind, limit in self.rotary_limits:  # one forward rotates all its tokens as its last
+            may_replace_cache = not self.keeps_all_tokens and (self.is_first or start == limit + 1)
+            if start <= limit:
+                n = min(n, limit - start)
+            elif kind == "dynamic" or may_replace_cache:  # by one that has not recorded the drafts
+                n = 0
         if all(rows.has_ended):  # known to the end, not yet in the cache
             self.n_new = 0 if run.finished else max(rows.known) - 1 - start
         elif n > 0:
@@ -223,6 +233,11 @@ class Assisted:
         is_lost = rows.invalid.step_of
         lengths = [k for row, (k, had) in pairs if not had and is_lost(row, n_rows) is None]
         n_advanced = max(min(min(lengths or [max(rows.known)]) - start, width), 1)
+        cache = getattr(model_outputs, "past_key_values", None)
+        # Phi-3 begins another cache above a rotary limit.
+        if cache is not None and cache is not self.cache:
+            self.cache, self.keeps_all_tokens = cache, layers.keeps_all_tokens(cache)
+            self.recorders.enter_context(layers.recording(cache))
         if n_advanced < width or not self.keeps_all_tokens:
             layers.roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
         self.observe(before, start + n_advanced, n_advanced)

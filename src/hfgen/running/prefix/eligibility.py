@@ -200,12 +200,17 @@ def can_be_cut(run: Run) -> bool:
 
 def is_length_dependent(model: Any, max_length: int) -> bool:
     """Whether the call may reach a length from which on all positions are rotated otherwise."""
+    return any(max_length >= limit for _, limit in rotary_limits(model))
+
+
+def rotary_limits(model: Any) -> list[tuple[str, int]]:
+    """The ``LENGTH_DEPENDENT`` kinds of rotary positions in the model, each with the length above which it changes."""
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
     is_by_layer = all(isinstance(p, dict) for p in parameters.values())
-    for rope in parameters.values() if is_by_layer else [parameters]:
-        for kind, name in LENGTH_DEPENDENT.items():
-            limit = rope.get(name) or getattr(config, name, 0) or 0
-            if kind in str(rope.get("rope_type")) and max_length >= limit:
-                return True
-    return False
+    return [
+        (kind, rope.get(name) or getattr(config, name, 0) or 0)
+        for rope in (parameters.values() if is_by_layer else [parameters])
+        for kind, name in LENGTH_DEPENDENT.items()
+        if kind in str(rope.get("rope_type"))
+    ]
