@@ -166,6 +166,47 @@ def test_a_mixin_before_the_model_is_refused() -> None:
         type("Mine", (hfgen.GenerationMixin, mixed), {})
 
 
+@pytest.mark.parametrize("bases", ["mt", "tm", "mtu"])
+@pytest.mark.parametrize("way", ["before", "after", "patch"])
+def test_a_library_adds_its_mixin_to_the_type_of_a_model(
+    model: Any, bases: str, way: str, spy: Spy
+) -> None:
+    """As lm-polygraph's ensembles do: its own mixin goes before hfgen's, as before transformers'."""
+
+    class Theirs(transformers.GenerationMixin):
+        calls = 0
+
+        def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+            config, rest = super()._prepare_generation_config(*args, **kwargs)
+            config.repetition_penalty = 1.7
+            return config, rest
+
+        def _sample(self, *args: Any, **kwargs: Any) -> Any:
+            Theirs.calls += 1
+            return super()._sample(*args, **kwargs)
+
+    def derived(model: Any) -> Any:
+        parts = {"m": type(model), "t": Theirs, "u": transformers.GenerationMixin}
+        model.__class__ = type("Ensemble", tuple(parts[name] for name in bases), {})
+        return model
+
+    expected = generated(derived(copy.deepcopy(model)))
+    assert Theirs.calls == 1
+    assert not torch.equal(expected, generated(model))
+    with hfgen.patched() if way == "patch" else nullcontext():
+        if way == "before":
+            hfgen.mix_into(model)
+        derived(model)
+        if way == "after":
+            hfgen.mix_into(model)
+        assert hfgen.is_active(model)
+        assert isinstance(model, type(_built("llama")))
+        assert torch.equal(generated(model), expected)
+    assert Theirs.calls == 2
+    assert spy.steps == 6
+    assert ("generation=hfgen" in repr(model)) == (way != "patch")
+
+
 def test_a_model_says_whether_it_is_active(model: Any) -> None:
     assert not hfgen.is_active(model)
     assert not hfgen.is_active(LlamaForCausalLM)

@@ -94,7 +94,8 @@ class GenerationMixin(transformers.GenerationMixin):
     """Generation for any transformers model: ``class Mine(LlamaForCausalLM, hfgen.GenerationMixin)``.
 
     See ``hfgen.mix_into`` for models that are loaded already. Raises ``TypeError`` for a class in which it
-    comes before the model, whose own methods would not be called.
+    comes before the model, whose own methods would not be called; in a class that a library derives from a
+    mixed one, it moves behind the library's mixins.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -102,6 +103,11 @@ class GenerationMixin(transformers.GenerationMixin):
         upstream = transformers.GenerationMixin
         for behind in cls.__mro__[cls.__mro__.index(GenerationMixin) + 1 :]:
             if issubclass(behind, upstream) and behind is not upstream:
+                unmixed = [vars(base).get("_unmixed_class", base) for base in cls.__bases__]
+                if tuple(unmixed) != cls.__bases__:  # a library derived it from the type of a model
+                    bases = [base for base in unmixed if base is not upstream]
+                    cls.__bases__ = (*bases, GenerationMixin)
+                    break
                 raise TypeError(
                     f"{cls.__name__} has hfgen.GenerationMixin before {behind.__name__}, whose own methods would "
                     f"not be called: write class {cls.__name__}({behind.__name__}, hfgen.GenerationMixin)."
