@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,32 @@ def test_an_answer_that_a_grammar_forces(options: dict[str, Any]) -> None:
 
 
 STOPS = (r"a+b", r"\n\n", r"(?:é|🙂)a", r"b.*\.", r"[^a]{3}", r"a(?=b)", r"(?<=a)b", r"\Aab")
+
+
+@pytest.mark.parametrize("options", [{}, {"stop_strings": "c"}, {"grammar": r"ab*"}])
+def test_a_processor_stands_for_its_tokenizer(
+    speaker: Any, bytes_of: Any, options: dict[str, Any]
+) -> None:
+    """The processor of a multimodal model decodes, but has no vocabulary and no special tokens."""
+    if "grammar" in options:
+        pytest.importorskip("llguidance")
+        options = {"grammar": hfgen.grammar.regex(options["grammar"])}
+    dictated = Dictated(bytes_of, "abcde", n_prompt=7)
+    call = {
+        "inputs": tiny.prompt(1),
+        "logits_processor": [dictated],
+        "max_new_tokens": 9,
+        **options,
+    }
+    expected = speaker.generate(**call, tokenizer=bytes_of, return_dict_in_generate=True)
+    processor = SimpleNamespace(tokenizer=bytes_of, decode=bytes_of.decode)
+    call["tokenizer"] = processor
+    output = speaker.generate(**call, return_dict_in_generate=True)
+    assert (output.texts, output.finish_reasons) == (expected.texts, expected.finish_reasons)
+    assert texts_of(speaker.stream(**call)) == dict(enumerate(expected.texts))
+    session = speaker.session(**call)
+    session.feed(["ab"])
+    assert session.text == ["ab"]
 
 
 def test_random_stops(speaker: Any, bytes_of: Any) -> None:

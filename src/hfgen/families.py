@@ -241,6 +241,11 @@ def takes_only_text(model: Any) -> bool:
     return getattr(model, "input_modalities", "text") in ("text", ("text",), ["text"])
 
 
+def text_tokenizer(given: Any) -> Any:
+    """The tokenizer of a processor; ``given`` itself if that is a tokenizer, or has none."""
+    return given if hasattr(given, "get_vocab") else getattr(given, "tokenizer", given)
+
+
 def makes_its_own_output(model: Any) -> bool:
     """Whether the model's class has a ``generate`` that makes an output of what hfgen's returns."""
     kinds = "whisper parakeet_rnnt parakeet_tdt nemotron_asr_streaming nemotron3_5_asr"

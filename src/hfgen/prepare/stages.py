@@ -43,6 +43,9 @@ def prepare(
     call: Call | None = None
     try:
         validate.check_request(request)
+        if "tokenizer" in request.kwargs:
+            tokenizer = families.text_tokenizer(request.kwargs["tokenizer"])
+            request = replace(request, kwargs=request.kwargs | {"tokenizer": tokenizer})
         prefixes = None
         if "prefix_cache" in request.kwargs or prefix_cache or hasattr(model, "prefix_cache"):
             prefixes = prefix.take_argument(model, request, prefix_cache)

@@ -119,7 +119,8 @@ def check(call: Call) -> None:
 def ids_of(tokens: Any, row: Row) -> list[int]:
     """The ids of what is fed to ``row``."""
     if isinstance(tokens, str):
-        if not callable(tokenizer := row.arguments.get("tokenizer")):
+        tokenizer = families.text_tokenizer(row.arguments.get("tokenizer"))
+        if not callable(tokenizer):
             raise ValueError("Text can be fed with a tokenizer: model.session(…, tokenizer=…).")
         tokens = tokenizer(tokens, add_special_tokens=False)["input_ids"]
     if isinstance(tokens, Tensor):

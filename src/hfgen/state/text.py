@@ -146,7 +146,6 @@ def context_of(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
     SentencePiece, Metaspace and WordPiece write no space at the start of a text, nor after a special token,
     as the one that opens the answer in a chat.
     """
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if token.special}
     special.update(getattr(tokenizer, "all_special_ids", ()))
