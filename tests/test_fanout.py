@@ -36,6 +36,19 @@ def rows_and_lengths(model: Any, inputs: Any, **kwargs: Any) -> tuple[list[tuple
     return shapes, output
 
 
+def test_images_of_a_prompt_stay_in_order() -> None:
+    """GLM-4V repeats images one by one for rows, and gives upstream's second image of a row to the first place."""
+    model, n_images = FAMILIES["glm4v"].build(), 2
+    inputs = FAMILIES["glm4v"].inputs(model, n_images, False, 0)
+    for name in ("input_ids", "mm_token_type_ids"):
+        inputs[name] = inputs[name].flatten()[None]  # one prompt with both images
+    call = {**inputs, "max_new_tokens": 6}
+    alone = model.generate(**call)
+    samples = {**call, "do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    assert model.generate(**samples).tolist() != [*alone.tolist()] * 2
+    assert hfgen.mix_into(model).generate(**samples).tolist() == [*alone.tolist()] * 2
+
+
 MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "several of the beams": {"num_beams": 3, "num_return_sequences": 2},
