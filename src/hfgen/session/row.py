@@ -101,7 +101,7 @@ class Row:
         inputs = folded(inputs | {"return_dict_in_generate": True}) | (encoded or {})
         call = prepare(model, driven(model, Request.of(**inputs)))
         try:
-            if call.prefix_session is not None:  # filled by ``model.prefix_cache``; nothing is stored
+            if call.prefix_session is not None:  # its windows record all tokens, to store them
                 call.prefix_session.detach()
             check(call)
             if call.config.do_sample and call.row_keys is None:  # a seed that ``call`` can name
