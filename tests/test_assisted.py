@@ -287,9 +287,8 @@ def test_rotary_positions_that_change_with_the_length(kind: str, length: int) ->
     options = {"max_new_tokens": 12, "eos_token_id": None}
 
     def generate(**drafting: Any) -> Tensor:
-        model = hfgen.mix_into(
-            CHANGING_POSITIONS[kind]()
-        )  # frequencies stay as the last call left them
+        # A model of its own: frequencies stay as the last call left them.
+        model = hfgen.mix_into(CHANGING_POSITIONS[kind]())
         return model.generate(ids, **options, **drafting)
 
     plain = generate()

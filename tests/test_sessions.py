@@ -18,6 +18,7 @@ import hfgen
 from hfgen.session import Session, SessionBusyError, SessionClosedError
 from tests import tiny
 from tests.parity.harness import FAMILIES, ours, quiet
+from tests.test_assisted import phi3
 from tests.test_interventions import layer_of, width_of
 
 #: Of full attention, windows, both, states of linear attention, an encoder, and images.
@@ -183,6 +184,18 @@ def test_prefixes_of_the_model_begin_rows(name: str, monkeypatch: pytest.MonkeyP
         session.rewind([5, 2])
         check(session.fork(2))
     assert prefixes.stats.hits >= 2
+
+
+def test_a_rewind_to_where_keys_were_rotated_otherwise() -> None:
+    model = hfgen.mix_into(phi3())  # above 16 tokens, it computes all keys anew
+    session = model.session(tiny.prompt(2, 13), max_new_tokens=9, eos_token_id=None)
+    for _ in session.step(6):
+        pass
+    session.rewind(4)
+    for _ in session.step(7):
+        pass
+    for row, tokens in enumerate(session.tokens):
+        assert model.generate(**session.call(row))[0, 13:].tolist() == list(tokens)
 
 
 # ---------------------------------------------------------------- what operations do

@@ -81,6 +81,9 @@ class States:
         """Whether the newest tokens can be dropped: there is no state of all tokens, and no full window."""
         if self.model.config.model_type in eligibility.UNSTEADY:
             return False
+        # Keys above the limit are rotated otherwise than those of a shorter text.
+        if eligibility.is_length_dependent(self.model, max(self.held)):
+            return False
         for layer in layers_of(self.cache):
             kind = upstream_kind(layer)
             if kind is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window:
