@@ -69,24 +69,21 @@ class Report:
         layers.check_dropout(model)
         for name, module in model.named_modules():
             is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-            is_added = is_plain or name not in self.modules
-            if is_added or vars(module).get(COMPILED) is not None:
-                raise ValueError(
-                    f"exact: {name!r} has been {'added' if is_added else 'compiled'} since. Call "
-                    "hfgen.restore(model), and prepare it again."
-                )
+            if is_plain or name not in self.modules:
+                raise _changed(f"{name!r} has been added since")
+            if vars(module).get(COMPILED) is not None:
+                raise _changed(f"{name!r} has been compiled since")
         if (hook := foreign_hook(model)) is not None:
             raise ValueError(NOT_ROW_WISE.format(hook))
-        if (n_threads := torch.get_num_threads()) > self.n_threads:  # they cut tensors elsewhere
-            raise ValueError(
-                f"exact: torch has {n_threads} threads now, the model was tried with {self.n_threads}. Call "
-                "hfgen.restore(model), and prepare it again."
-            )
+        if (n := torch.get_num_threads()) > self.n_threads:  # they cut tensors elsewhere
+            raise _changed(f"torch has {n} threads now, the model was tried with {self.n_threads}")
         for config, _ in self.former:
             if (name := getattr(config, "_attn_implementation", None)) != NAME:
-                raise ValueError(
-                    f"exact: attention has been set to {name!r}. Call hfgen.restore(model), and prepare it again."
-                )
+                raise _changed(f"attention has been set to {name!r}")
+
+
+def _changed(what: str) -> ValueError:
+    return ValueError(f"exact: {what}. Call hfgen.restore(model), and prepare it again.")
 
 
 def exact(model: T) -> T:
