@@ -195,6 +195,11 @@ def compiled_by_torch(model: Any) -> None:
     model.model.layers[0].compile(backend="eager")
 
 
+def with_another_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda states: states + states.mean()
+
+
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
@@ -302,6 +307,7 @@ def test_calls_that_would_not_be_exact_raise(model: Any) -> None:
         (lambda model: model.resize_token_embeddings(99), "lm_head' has been added since"),
         (lambda model: model.add_adapter(adapter), "q_proj.base_layer' has been added since"),
         (compiled_by_torch, "model.layers.0' has been compiled since"),
+        (with_another_forward, "model.layers.0.mlp' got another forward since"),
         (with_a_hook, r"with_a_hook.<locals>.<lambda> is not known to compute each row by itself"),
     ]
     for change, message in changes:
@@ -310,7 +316,7 @@ def test_calls_that_would_not_be_exact_raise(model: Any) -> None:
         with pytest.raises(ValueError, match=message):
             model.generate(**INPUTS, max_new_tokens=2)
         hfgen.restore(model)
-        if change not in (compiled_by_torch, with_a_hook):
+        if change not in (compiled_by_torch, with_another_forward, with_a_hook):
             hfgen.exact(model).generate(**INPUTS, max_new_tokens=2)
     with pytest.raises(TypeError, match="takes a transformers model, but got Linear"):
         hfgen.exact(nn.Linear(2, 2))

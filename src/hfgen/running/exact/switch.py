@@ -73,6 +73,10 @@ class Report:
                 raise _changed(f"{name!r} has been added since")
             if vars(module).get(COMPILED) is not None:
                 raise _changed(f"{name!r} has been compiled since")
+            # Trainers set one on the model: it calls the one of before.
+            forward = None if module is model else vars(module).get("forward")
+            if forward is not None and not _is_ours(forward):
+                raise _changed(f"{name!r} got another forward since")
         if (hook := foreign_hook(model)) is not None:
             raise ValueError(NOT_ROW_WISE.format(hook))
         if (n := torch.get_num_threads()) > self.n_threads:  # they cut tensors elsewhere
@@ -80,6 +84,10 @@ class Report:
         for config, _ in self.former:
             if (name := getattr(config, "_attn_implementation", None)) != NAME:
                 raise _changed(f"attention has been set to {name!r}")
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, layers.TiledForward) or getattr(forward, "func", None) in FORWARDS
 
 
 def _changed(what: str) -> ValueError:
@@ -173,7 +181,7 @@ def undo(model: nn.Module) -> None:
         forward = vars(module).get("forward")
         if isinstance(forward, layers.TiledForward) and forward.packed is not None:
             vars(module)["forward"] = forward.packed
-        elif isinstance(forward, layers.TiledForward) or getattr(forward, "func", None) in FORWARDS:
+        elif _is_ours(forward):
             del vars(module)["forward"]
 
 
