@@ -31,8 +31,6 @@ IMPLEMENTATIONS = {
     "_attn_implementation_internal": NAME,
     "_experts_implementation_internal": "eager",
 }
-#: Where a module keeps what its ``compile()`` has made.
-COMPILED = "_compiled_call_impl"
 NOT_ROW_WISE = (
     "exact: {} is not known to compute each row by itself. If it does, give it an attribute "
     "`is_row_wise = True`."
@@ -71,7 +69,7 @@ class Report:
             is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
             if is_plain or name not in self.modules:
                 raise _changed(f"{name!r} has been added since")
-            if vars(module).get(COMPILED) is not None:
+            if module._compiled_call_impl is not None:
                 raise _changed(f"{name!r} has been compiled since")
             # Trainers set one on the model: it calls the one of before.
             forward = None if module is model else vars(module).get("forward")
@@ -231,8 +229,8 @@ def _check(model: Any) -> None:
     if is_length_dependent(model, sys.maxsize):
         raise ValueError("exact: rotary positions of all rows change once one of them is long.")
     for name, module in model.named_modules():
-        set_here = (vars(module).get(place) for place in (*choice.PLACES, COMPILED))
-        forward = next((function for function in set_here if function is not None), None)
+        forward = next((vars(module)[p] for p in choice.PLACES if p in vars(module)), None)
+        forward = forward or module._compiled_call_impl
         if forward is not None and not isinstance(forward, PackedForward):
             raise ValueError(
                 f"exact: {name!r} has a forward that was set on it ({type(forward).__name__}), as compile and "
