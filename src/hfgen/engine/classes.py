@@ -50,8 +50,8 @@ class Classes(MayJoin):
         longest = max(decoding.longest for decoding in (*rows.moves, *other.moves))
         return self(rows.batch, other.batch, longest, between=rows.drafts)
 
-    def join_nearest(self, rows: JoinedRows, batches: list[JoinedRows]) -> bool:
-        """Join ``rows`` with the batch that they add the least padding to, or with the next one that takes them."""
+    def join_nearest(self, rows: JoinedRows, batches: list[JoinedRows]) -> None:
+        """Join ``rows``, one of ``batches``, with the one that they add the least padding to, or the next that takes them."""
         others = [other for other in batches if self.may_join(rows, other)]
         others.sort(
             key=lambda other: padding([*other.members, *rows.members]) - padding(other.members)
@@ -61,9 +61,9 @@ class Classes(MayJoin):
             if other.kind not in refused:
                 with suppress(ValueError):
                     other.absorb(rows)
-                    return True
+                    batches.remove(rows)
+                    return
                 refused.add(other.kind)  # so do all batches of that kind
-        return False
 
     def arrange(self, batches: list[JoinedRows]) -> None:
         """Split each batch that has too much padding, and merge two that have become similar."""

@@ -161,7 +161,7 @@ class Steps:
                 decoding.plain = PlainRows.of(decoding.rows)
             rows.append_newest()
             rows.trim()
-            self._merge(rows)
+            self.classes.join_nearest(rows, self.joined)
 
     def _forward_chunk(self, request: EngineRequest, n_tokens: int) -> None:
         """Forward a part of a prompt; after the last one, its rows join those that decode."""
@@ -207,12 +207,7 @@ class Steps:
         """Add the rows of a request, those of ``batch``, to a batch of their form or to a new one."""
         rows = (DraftingRows if decoding.drafts else JoinedRows)([decoding], batch)
         self.joined.append(rows)
-        self._merge(rows)
-
-    def _merge(self, rows: JoinedRows) -> None:
-        """Join ``rows`` with the batch that they add the least padding to, if there is one."""
-        if self.classes.join_nearest(rows, self.joined):
-            self.joined.remove(rows)
+        self.classes.join_nearest(rows, self.joined)
 
     # ------------------------------------------------------------ tokens
 
