@@ -402,6 +402,42 @@ def test_records_and_cards_are_of_their_own_threads(model: Any) -> None:
             assert torch.equal(one.activations[name][0], recorded[0])
 
 
+@pytest.mark.parametrize("asked", ["record", "output_card", "interventions"])
+def test_hooks_removed_while_another_thread_forwards(model: Any, asked: str) -> None:
+    """torch lists the hooks of a module when its forward begins, and calls also those removed since."""
+    ids, is_inside, may_go_on = tiny.prompt(1, 5), threading.Event(), threading.Event()
+    expected, own, found = model(ids).logits, threading.get_ident(), list[Any]()
+
+    def begin(*_: Any) -> None:
+        """The other thread's forward begins while the hooks of this call are there."""
+        has_hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) > 1
+        if threading.get_ident() == own and has_hooks and not found:
+            found.append(threads.submit(lambda: model(ids).logits))
+            assert is_inside.wait(60)
+
+    def wait(*_: Any) -> None:
+        if threading.get_ident() != own:
+            is_inside.set()
+            assert may_go_on.wait(60)
+
+    values = {"record": ["lm_head:in"], "output_card": True}
+    values["interventions"] = [Steer("model.layers.0", vector_of(model))]
+    module = model if asked == "interventions" else model.lm_head
+    is_after = asked == "output_card"
+    place = module.register_forward_hook if is_after else module.register_forward_pre_hook
+    with (
+        ThreadPoolExecutor(1) as threads,
+        place(wait),
+        model.model.layers[0].register_forward_hook(begin),
+    ):
+        try:
+            options = {**ASKED, asked: values[asked], "return_dict_in_generate": True}
+            model.generate(ids, **options)
+        finally:
+            may_go_on.set()
+        assert torch.equal(found[0].result(), expected)
+
+
 def test_no_hook_stays(model: Any) -> None:
     ids = tiny.prompt(1)
 

@@ -278,9 +278,11 @@ class Interventions:
         """
         thread = threading.get_ident()
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+        ) -> None:
             """Note what the rows and columns of the forward are, by its arguments."""
-            if threading.get_ident() != thread:
+            if threading.get_ident() != thread or kwargs is None:  # as in ``hook``
                 return
             names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
             passed = [*(kwargs[n] for n in names if kwargs.get(n) is not None), *args[:1]]
@@ -323,7 +325,7 @@ def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> An
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             if threading.get_ident() != thread:
-                return output
+                return None
             if isinstance(output, tuple):
                 return (change(output[0]), *output[1:])
             if isinstance(output, Tensor):
@@ -334,9 +336,10 @@ def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> An
 
         return module.register_forward_hook(after)
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != thread:
-            return args, kwargs
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        # A forward of another thread that began before the hook was removed calls it without ``kwargs``.
+        if threading.get_ident() != thread or kwargs is None:
+            return None
         if args:
             return (change(args[0]), *args[1:]), kwargs
         first = next(key for key, value in kwargs.items() if isinstance(value, Tensor))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import get_ident
 from types import FunctionType
 from typing import Any
 
@@ -232,10 +233,16 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def following(self) -> Iterator[Recorder]:
-        """Record within, and know the module that is running."""
+        """Record within, and know the module that is running in this thread."""
+        thread = get_ident()
+
+        def push(module: nn.Module, args: Any) -> None:
+            if get_ident() == thread:
+                self.stack.append(module)
 
         def pop(module: nn.Module, args: Any, output: Any) -> None:
-            self.stack.pop()
+            if get_ident() == thread:
+                self.stack.pop()
 
         def unseen(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.shapes.add((query.shape[1], key.shape[1], query.shape[3]))
@@ -245,7 +252,7 @@ class Recorder(TorchFunctionMode):
         AttentionInterface.register(NAME, unseen)
         try:
             with (
-                before_each(lambda module, args: self.stack.append(module)),
+                before_each(push),
                 after_each(pop, always_call=True),
                 self,
             ):
@@ -293,8 +300,14 @@ def check_dropout(model: nn.Module) -> None:
 
 @contextmanager
 def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
-    """Within, each module of ``model`` calls ``hook(module, args, kwargs, output)`` after its forward."""
+    """Within, each module calls ``hook(module, args, kwargs, output)`` after a forward of this thread."""
+    thread = get_ident()  # others decode with the same model
+
+    def after(module: nn.Module, *call: Any) -> None:  # without ``kwargs`` if just removed
+        if get_ident() == thread:
+            hook(module, *call)
+
     with ExitStack() as stack:
         for module in model.modules():
-            stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
         yield
