@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,6 +25,15 @@ from transformers.utils import TransformersKwargs
 
 #: The name of exact attention in configs, and the keys of one of its blocks.
 EXACT_ATTENTION, EXACT_KEYS = "hfgen_exact", 512
+
+#: The name under which forwards take and return the KV cache.
+CACHE = (
+    "cache"
+    if version.parse(transformers.__version__) >= version.parse("5.24.0")
+    else "past_key_values"
+)
+#: Its names in older code.
+FORMER_NAMES = {"past_key_values", "cache_params"} if CACHE == "cache" else set()
 
 #: Cache layers that hold nothing, since they read another layer's keys: since transformers 5.23.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -164,8 +174,19 @@ def penalty_spares_padding() -> bool:
 
 
 def cache_argument(model: Any) -> str:
-    """The name under which forward takes the cache: Mamba models predate ``past_key_values``."""
-    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+    """The name under which forward takes the cache: before transformers 5.24, Mamba's is another one."""
+    is_mamba = CACHE != "cache" and "mamba" in type(model).__name__.lower()
+    return "cache_params" if is_mamba else CACHE
+
+
+def rename_cache(kwargs: dict[str, Any]) -> None:
+    """Put the cache under its name of today, with a warning."""
+    for name in FORMER_NAMES & kwargs.keys():
+        text = (
+            f"`{name}` is called `{CACHE}` since transformers 5.24: pass the cache under that name."
+        )
+        warnings.warn(text, FutureWarning, stacklevel=4)
+        kwargs.setdefault(CACHE, kwargs.pop(name))
 
 
 def given_cache(model_kwargs: dict[str, Any]) -> Any:

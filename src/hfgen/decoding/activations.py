@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..families import CACHE
 from ..memory.batch import take_rows
 from ..running.executor import call as forward
 from ..running.interventions import hook, modules_named
@@ -22,7 +23,7 @@ from .outputs import endings
 
 #: Arguments of forward that a text alone has.
 OF_TEXT = (
-    *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
+    *("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"),
     *("encoder_outputs", "decoder_attention_mask", "decoder_position_ids", "mm_encoder_outputs"),
 )
 
@@ -70,7 +71,7 @@ def of_call(model: Any, call: Call) -> Record | None:
     length = getattr(config, "_mask_length", None) if mask is None else mask.shape[-1]
     if length not in (None, prompt.ids.shape[1]) and not model.config.is_encoder_decoder:
         raise ValueError(
-            f"`record` forwards the finished text alone, but `past_key_values` holds tokens that `input_ids` "
+            f"`record` forwards the finished text alone, but `{CACHE}` holds tokens that `input_ids` "
             f"({prompt.ids.shape[1]} of {length}) lack: pass them all."
         )
     n_rows = prompt.batch_size * (config.num_return_sequences or 1)

@@ -13,6 +13,7 @@ from transformers.generation import utils as upstream
 from transformers.utils import ModelOutput
 
 from .. import families
+from ..families import CACHE
 from ..logits.stopping import FinishReason, StoppingCriteriaList
 from ..logits.stopping.reasons import Causes, at_end, first
 from ..logits.stopping.strings import TextCriteria, text_until
@@ -78,7 +79,7 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
 
 def _windows(run: Run, n_layers: int) -> list[float] | None:
     """How many keys a position sees in each layer; one that reads another's keys, those of its kind."""
-    windows = cache_layers.windows(run.model_kwargs.get("past_key_values"))
+    windows = cache_layers.windows(run.model_kwargs.get(CACHE))
     if windows is None:
         return None
     kinds = getattr(run.model.config.get_text_config(decoder=True), "layer_types", None) or ()
@@ -110,7 +111,7 @@ class Recording(Observer):
         fields = {prefix + n: recorded.get(n) for n in ("attentions", "hidden_states")} | result
         fields |= {"scores": run.scores, "logits": recorded.get("logits")}
         name = None if run.rows_have_left else families.cache_name(run.model_kwargs)
-        fields["past_key_values"] = None if name is None else run.model_kwargs[name]
+        fields[CACHE] = None if name is None else run.model_kwargs[name]
         if run.is_encoder_decoder:
             encoder = run.model_kwargs.get("encoder_outputs") or {}
             fields["cross_attentions"] = recorded.get("cross_attentions")

@@ -12,6 +12,7 @@ from ..decoding import loop
 from ..decoding.drafters.memory import SuffixMemory
 from ..decoding.drafters.schedule import Depths
 from ..decoding.strategies.sample import Sample
+from ..families import CACHE
 from ..memory.batch import Batch
 from ..memory.caches import slots
 from ..memory.caches.dynamic import GrowingCache
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
 #: that are hidden from all tokens only where it needs no mask, at the beginning.
 PART = 512
 #: Arguments of forward whose rows do not depend on each other.
-KNOWN = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-)
+KNOWN = frozenset({"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"})
 
 
 class Decoding:
@@ -148,7 +147,7 @@ class Decoding:
         return (
             kwargs.keys() <= KNOWN
             and kwargs.get("use_cache", False)
-            and type(kwargs.get("past_key_values")) is GrowingCache
+            and type(kwargs.get(CACHE)) is GrowingCache
             and not run.is_encoder_decoder
             and run.body is None
         )
@@ -162,7 +161,7 @@ class Decoding:
             and self.joins
             and self.n_rows == 1
             and self.reads_ids_alone
-            and count(run.model_kwargs["past_key_values"]) is None
+            and count(run.model_kwargs[CACHE]) is None
             and call.prefixes is None
             and run.config.prefill_chunk_size is None
             and not eligibility.is_length_dependent(run.model, self.longest)

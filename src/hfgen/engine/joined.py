@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from ..decoding.drafters.schedule import Costs
 from ..decoding.loop import commit
+from ..families import CACHE
 from ..memory.batch import Batch, outputs_of
 from ..memory.caches.layers import roll_back
 from ..running import next_token, prefill, verify
@@ -76,12 +77,12 @@ class JoinedRows:
     def of_prompts(cls, decodings: Sequence[Decoding]) -> tuple[JoinedRows, list[ModelOutput]]:
         """Forward whole prompts at once, padded on the left; returns their rows, and the outputs of each request."""
         first, *others = (decoding.run for decoding in decodings)
-        batch = Batch(first.ids, first.model_kwargs | {"past_key_values": None}, first.model)
+        batch = Batch(first.ids, first.model_kwargs | {CACHE: None}, first.model)
         for run in others:
-            batch.append(Batch(run.ids, run.model_kwargs | {"past_key_values": None}))
-        cache = first.model_kwargs["past_key_values"]
+            batch.append(Batch(run.ids, run.model_kwargs | {CACHE: None}))
+        cache = first.model_kwargs[CACHE]
         cache.expect(max(decoding.longest for decoding in decodings))
-        batch.model_kwargs["past_key_values"] = cache
+        batch.model_kwargs[CACHE] = cache
         batch.model_kwargs.setdefault("attention_mask", torch.ones_like(batch.ids))
         outputs = prefill(batch.model, batch.ids, first.config, batch.model_kwargs)
         assert cache.get_seq_length() == batch.ids.shape[1]
@@ -161,7 +162,7 @@ class JoinedRows:
         index, places = self.moves[decoding].index, decoding.places
         places = places if index is None else [places[i] for i in index.tolist()]
         n_tokens = decoding.run.ids.shape[1] - 1
-        session.adopt(self.batch.caches["past_key_values"], places, n_tokens)
+        session.adopt(self.batch.caches[CACHE], places, n_tokens)
 
     # ------------------------------------------------------------ a step
 
@@ -196,7 +197,7 @@ class JoinedRows:
         cache = self.moves[decoding]
         if n == 1 and isinstance(outputs, CausalLMOutputWithPast):
             logits = outputs.logits[first : first + 1]
-            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
         return outputs_of(outputs, self._index(decoding.places), len(self.batch), cache)
 
     def append_newest(self) -> None:
@@ -279,7 +280,7 @@ class DraftingRows(JoinedRows):
 
     def outputs_of(self, decoding: Decoding, outputs: ModelOutput) -> ModelOutput:
         logits = outputs.logits[self._index(decoding.places), : decoding.strategy.n_new + 1]
-        return CausalLMOutputWithPast(logits=logits, past_key_values=self.moves[decoding])
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: self.moves[decoding]})
 
     def append_newest(self) -> None:
         """Append the tokens that the requests have gained, and take what they rejected out of the cache."""

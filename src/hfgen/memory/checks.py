@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from .. import families
+from ..families import CACHE
 from ..state.call import Call, Prompt
 from .caches import layers as cache_layers
 
@@ -83,7 +84,7 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
         if capacity == float("inf") or int(layers[0].get_seq_length()) < capacity:
             raise
         raise ValueError(
-            f"`past_key_values` is a static cache of {capacity} tokens, all of which are in use now, and "
+            f"`{CACHE}` is a static cache of {capacity} tokens, all of which are in use now, and "
             "the call has not ended. Make it longer (`max_cache_len`), or lower `max_new_tokens`."
         ) from error
     except RuntimeError as error:
@@ -93,6 +94,6 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
             raise
         n_rows, heads, _, size = shape
         raise ValueError(
-            f"`past_key_values` holds {n_rows} rows of {heads} heads of size {size}, but the keys of "
+            f"`{CACHE}` holds {n_rows} rows of {heads} heads of size {size}, but the keys of "
             f"{type(model).__name__} have another shape. It was filled by another model."
         ) from error

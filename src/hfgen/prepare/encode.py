@@ -8,11 +8,11 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import GenerationConfig
 
-from ..families import parameters
+from ..families import CACHE, parameters
 from ..state.call import ModelKwargs
 
 #: Arguments of generate that are the decoder's: an encoder does not get them.
-DECODER_PREFIXES = ("decoder_", "cross_attn", "use_cache", "past_key_values", "cache_params")
+DECODER_PREFIXES = ("decoder_", "cross_attn", "use_cache", CACHE, "cache_params")
 #: The names under which vision encoders take pixels.
 PIXELS = ("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches")
 

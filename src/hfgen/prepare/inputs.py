@@ -11,7 +11,7 @@ from transformers import GenerationConfig, StaticCache
 from transformers.utils.generic import is_flash_attention_requested
 
 from .. import families
-from ..families import parameters
+from ..families import CACHE, parameters
 from ..memory.batch import row_dim
 from ..memory.caches import cache_kind
 from ..running.row_states import is_row_wise
@@ -75,7 +75,7 @@ def _prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask
         )
 
     # Kernels are faster without a mask. Flash attention needs one to unpad a static cache.
-    is_static = isinstance(model_kwargs.get("past_key_values"), StaticCache)
+    is_static = isinstance(model_kwargs.get(CACHE), StaticCache)
     is_static = is_static or cache_kind(config.cache_implementation).compiles
     needs_mask = is_flash_attention_requested(model.config) and is_static
     mask = model_kwargs["attention_mask"] if "attention_mask" in accepted else None
@@ -234,7 +234,7 @@ def prepare_position_ids_for_generation(
         return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
     ids = model_kwargs.get("input_ids")
     inputs_tensor = ids if ids is not None and ids.shape[1] > 0 else inputs_tensor
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     length = inputs_tensor.shape[1] + (0 if cache is None else cache.get_seq_length())
     return torch.arange(length, dtype=torch.long, device=inputs_tensor.device).unsqueeze(0)
 

@@ -15,7 +15,7 @@ from transformers import Cache, GenerationConfig
 from transformers import GenerationMixin as UpstreamMixin
 from transformers.utils import ModelOutput
 
-from ..families import parameters
+from ..families import CACHE, parameters
 from ..memory.batch import Batch
 from ..memory.caches import layers
 from ..memory.caches.static import visible_length
@@ -41,7 +41,7 @@ class Executor:
     """Runs the model of one call, through the hooks of its class."""
 
     def __init__(self, run: Run, may_compile: bool = False, may_record: bool = False) -> None:
-        if isinstance(cache := run.model_kwargs.get("past_key_values"), Cache):
+        if isinstance(cache := run.model_kwargs.get(CACHE), Cache):
             cache.call_number = next(_numbers)
         self.call: Callable[..., ModelOutput] = run.model.__call__
         is_recorded = may_record and getattr(run.config, "use_cuda_graph", False)
@@ -99,7 +99,7 @@ def verify(
     )
     if "logits_to_keep" in model_inputs:
         model_inputs["logits_to_keep"] = n_new + 1
-    cache = model_inputs.get("past_key_values")
+    cache = model_inputs.get(CACHE)
     n_keys = layers.n_keys(cache)
     outputs = execute(**model_inputs | overrides)
     layers.check_growth(cache, n_keys, ids.shape[1] if n_fed is None else n_fed, run.model)
@@ -161,8 +161,8 @@ def uncached_length(
     embeds: torch.Tensor | None = None,
 ) -> int | None:
     """How many tokens of the prompt the cache does not hold; ``None``: forward all ``input_ids``."""
-    if (cache := model_kwargs.get("past_key_values")) is None:
-        return None
+    if (cache := model_kwargs.get(CACHE)) is None or all(getattr(cache, "is_linear", (False,))):
+        return None  # recurrent states do not tell how many tokens they have seen
     if embeds is not None:
         return int(embeds.shape[1] - cache.get_seq_length())
     prefix = "decoder_" if self.config.is_encoder_decoder else ""
@@ -173,7 +173,7 @@ def uncached_length(
     n_new = int(input_ids.shape[1] - cache.get_seq_length())
     if n_new < 1 and self.config.is_encoder_decoder and not config.is_assistant:
         raise ValueError(
-            f"`past_key_values` holds {cache.get_seq_length()} tokens and `decoder_input_ids` has "
+            f"`{CACHE}` holds {cache.get_seq_length()} tokens and `decoder_input_ids` has "
             f"{input_ids.shape[1]}, so that none is new. Pass all tokens from the start; or only the "
             "new ones, with a `decoder_attention_mask` over all of them."
         )
@@ -220,7 +220,7 @@ class Compiled:
 def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) -> Callable:
     """Return the model's forward, compiled where cache and device allow it."""
     if model._valid_auto_compile_criteria(model_kwargs, config):
-        return Compiled(model, config.compile_config, model_kwargs.get("past_key_values"))
+        return Compiled(model, config.compile_config, model_kwargs.get(CACHE))
     forward: Callable = model.__call__
     return forward
 

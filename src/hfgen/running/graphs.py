@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..families import CACHE
 from ..memory import fingerprint
 from ..memory.caches.layers import layers_of
 from ..memory.caches.static import visible_length
@@ -32,7 +33,7 @@ from .row_states import generator_states, has_own_hooks, set_generator_states
 def recorded_forward(run: Run) -> Recorded | None:
     """The forward of decoding steps as graphs; ``None``, with a warning, where they cannot be had."""
     model, config, device = run.model, run.config, run.ids.device.type
-    cache = run.model_kwargs.get("past_key_values")
+    cache = run.model_kwargs.get(CACHE)
     cache_layers = [] if run.is_encoder_decoder else layers_of(cache)
     obstacles = {
         f"a device of type {device!r} has no graphs": device not in RECORDERS,
@@ -80,7 +81,7 @@ class Recorded:
 
     def __init__(self, run: Run) -> None:
         self.model, self.layers = run.model, list[Any]()
-        visible = visible_length(run.model_kwargs["past_key_values"])
+        visible = visible_length(run.model_kwargs[CACHE])
         assert visible is not None
         self.visible, visible.is_coarse, visible.is_recorded = visible, True, True
         self.refusal: str | None = None  # why steps are not recorded any more
@@ -89,13 +90,13 @@ class Recorded:
         self.graphs: dict[tuple[int, int], tuple[Hashable, Graph]] = {}
 
     def __call__(self, **inputs: Any) -> ModelOutput:
-        cache = inputs.get("past_key_values")
+        cache = inputs.get(CACHE)
         others = {name: value for name, value in inputs.items() if value is not cache}
         if (graph := self.graph(others, cache)) is None:
             return self.model(**inputs)
         kind, outputs = graph.replay(_tensors(others))
         self.visible.close()
-        return kind(**outputs | {"past_key_values": cache})
+        return kind(**outputs | {CACHE: cache})
 
     def graph(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
         """The graph of a step with inputs of such a form; ``None`` if none can be recorded."""
@@ -134,7 +135,7 @@ class Recorded:
         sibling = next((graph.recorder for graph in graphs.values()), None)
 
         def forward() -> Any:
-            outputs = self.model(past_key_values=cache, **inputs)
+            outputs = self.model(**{CACHE: cache}, **inputs)
             return type(outputs), {n: v for n, v in outputs.items() if v is not cache}
 
         def reset() -> None:

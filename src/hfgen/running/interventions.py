@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..families import CACHE
 from ..memory.caches.layers import decoder_cache
 from ..state.call import Call
 from ..state.run import Run
@@ -287,7 +288,7 @@ class Interventions:
             names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
             passed = [*(kwargs[n] for n in names if kwargs.get(n) is not None), *args[:1]]
             (n_rows, n), device = passed[0].shape[:2], passed[0].device
-            cache, past = decoder_cache(kwargs.get("past_key_values")), 0
+            cache, past = decoder_cache(kwargs.get(CACHE)), 0
             if any(hasattr(layer, "keys") for layer in getattr(cache, "layers", ())):
                 past = int(cache.get_seq_length())
             elif n_columns is not None:  # recurrent states, or no cache

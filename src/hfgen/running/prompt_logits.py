@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from .. import families
+from ..families import CACHE
 from ..memory.batch import take_rows
 from ..memory.caches.dynamic import GrowingCache
 from ..state.run import Run
@@ -30,7 +31,7 @@ from .views import replaced
 POSITIONS, BYTES = 1024, 2**27
 
 #: Arguments of a forward that concern the loop, or more than the logits.
-LEFT_OUT = ("past_key_values", "cache_params", "output_attentions", "output_hidden_states")
+LEFT_OUT = (CACHE, "cache_params", "output_attentions", "output_hidden_states")
 
 
 class PromptLogits:
@@ -79,7 +80,7 @@ class PromptLogits:
         kwargs = self.kwargs
         if self.config.prefill_chunk_size is not None:
             decoder = self.model.config.get_text_config(decoder=True)
-            kwargs = kwargs | {"past_key_values": GrowingCache(config=decoder), "use_cache": True}
+            kwargs = kwargs | {CACHE: GrowingCache(config=decoder), "use_cache": True}
         with restored(self.model):
             forward_prompt(body.view(), self.ids, self.config, kwargs)
         return body.logits(self.ids) if body.covers(self.ids) else self.at_once()

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from .. import families
+from ..families import CACHE
 from ..memory.batch import map_outputs
 from ..memory.caches import layers
 from ..state.call import Call, ModelKwargs, Prompt, SharedPrompt
@@ -43,7 +44,7 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
     assert run.call is not None
     # Its tensors are not needed after this.
     shared, run.call.shared_prompt = run.call.shared_prompt, None
-    cache, device = run.model_kwargs.get("past_key_values"), run.ids.device
+    cache, device = run.model_kwargs.get(CACHE), run.ids.device
 
     def forward(ids: torch.Tensor, kwargs: ModelKwargs) -> Any:
         return run.model._prefill(ids, run.config, kwargs, is_first_iteration=is_first_iteration)
@@ -53,17 +54,17 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
     prompts = torch.arange(len(shared.ids), device=device).repeat_interleave(shared.n)
     states, spare = module_tensors(run.model), copy.deepcopy(cache)
     before = generator_states(device)
-    kwargs = run.model_kwargs | shared.model_kwargs | {"past_key_values": cache}
+    kwargs = run.model_kwargs | shared.model_kwargs | {CACHE: cache}
     outputs = forward(shared.ids, with_own_states(kwargs))
     after = generator_states(device)
-    others = (value for name, value in outputs.items() if name != "past_key_values")
+    others = (value for name, value in outputs.items() if name != CACHE)
     if (
         all(map(torch.equal, before, after))
         and not have_changed(run.model, states)
         and all(isinstance(value, torch.Tensor | tuple | ModelOutput | None) for value in others)
     ):
         del spare
-        if (cache := outputs.get("past_key_values")) is not None:
+        if (cache := outputs.get(CACHE)) is not None:
             layers.repeat(cache, prompts)
             run.shares_prompts = True
 
@@ -99,12 +100,12 @@ def with_own_states(kwargs: ModelKwargs) -> ModelKwargs:
 def can_share_prefill(run: Run) -> bool:
     """Whether ``prefill`` will forward each prompt once for several rows."""
     shared = None if run.call is None else run.call.shared_prompt
-    return _can_fan_out(shared, run.model, run.ids, run.model_kwargs.get("past_key_values"))
+    return _can_fan_out(shared, run.model, run.ids, run.model_kwargs.get(CACHE))
 
 
 def will_share_prefill(model: Any, call: Call, prompt: Prompt) -> bool:
     """Whether the call's own loop will fan out after the prefill."""
-    cache = prompt.model_kwargs.get("past_key_values")
+    cache = prompt.model_kwargs.get(CACHE)
     return (
         call.is_own_method
         and call.strategy.shares_prefill
@@ -126,7 +127,7 @@ def _can_fan_out(
     if is_static and not families.masks_filled_static_cache(model):
         return False  # NLLB-MoE's router reads another row's mask if there are fewer rows
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
-    others = (value for name, value in shared.model_kwargs.items() if name != "past_key_values")
+    others = (value for name, value in shared.model_kwargs.items() if name != CACHE)
     return (
         not hasattr(model, "_reorder_cache")  # RAG reorders documents, too
         and not has_list_of_rows(shared.model_kwargs, len(ids))
@@ -149,7 +150,7 @@ def prefill_in_chunks(
     is_first_iteration: bool,
 ) -> ModelOutput:
     """Forward ``config.prefill_chunk_size`` tokens at a time, so that activations take less memory."""
-    if (cache := model_kwargs.get("past_key_values")) is None:
+    if (cache := model_kwargs.get(CACHE)) is None:
         raise ValueError(
             f"`prefill_chunk_size`={config.prefill_chunk_size} needs a cache to put the chunks into, "
             "and `use_cache` is False or the model has none."
@@ -183,7 +184,7 @@ def prefill_in_chunks(
         if index in media:
             model_inputs["mm_encoder_outputs"] = media[index]
         outputs = execute(**model_inputs, return_dict=True)
-        model_kwargs["past_key_values"] = outputs.past_key_values
+        model_kwargs[CACHE] = getattr(outputs, CACHE)
         past = end
     model_kwargs.setdefault("attention_mask", None)
     model_kwargs.setdefault("position_ids", None)
@@ -228,9 +229,9 @@ def forward_part(run: Run, n_tokens: int) -> None:
     shared = None if run.call is None else run.call.shared_prompt
     if shared is not None and can_share_prefill(run):  # each prompt once for its rows
         ids, kwargs = shared.ids, kwargs | shared.model_kwargs
-    cache: Any = run.model_kwargs["past_key_values"]
+    cache: Any = run.model_kwargs[CACHE]
     end = int(cache.get_seq_length()) + n_tokens
-    part: ModelKwargs = {"past_key_values": cache, "use_cache": True}
+    part: ModelKwargs = {CACHE: cache, "use_cache": True}
     if run.model._supports_logits_to_keep():
         part["logits_to_keep"] = 1
     for name in ("attention_mask", "position_ids"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import families
-from ..families import parameters
+from ..families import CACHE, parameters
 from ..memory.caches import layers
 from ..memory.caches.dynamic import GrowingCache, upstream_kind
 from .prefix import eligibility
@@ -34,7 +34,7 @@ def may_share(model: Any, max_length: int) -> bool:
     return (
         bool(kinds)
         and kinds <= {*eligibility.CUTTABLE}
-        and {"past_key_values", "position_ids"} <= parameters(model.forward)
+        and {CACHE, "position_ids"} <= parameters(model.forward)
         and not families.counts_positions_of_ids(model)
         and not families.selects_keys(model)
         and not eligibility.is_length_dependent(model, max_length)
@@ -101,7 +101,7 @@ def forward(
     kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": prefixes is not None}
     if prefixes is not None:
         kwargs |= {name: t.to(ids.device) for name, t in prefixes.inputs(sizes).items()}
-        kwargs["past_key_values"] = prefixes.cache
+        kwargs[CACHE] = prefixes.cache
     if model._supports_logits_to_keep():
         kwargs["logits_to_keep"] = 0
     with restored(model):

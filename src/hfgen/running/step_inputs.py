@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
 from .. import families
-from ..families import parameters
+from ..families import CACHE, parameters
 from ..memory.batch import Batch
 from ..memory.caches.growing import n_writes
 from ..settings.logs import logger
@@ -55,7 +56,7 @@ def prepare_inputs_for_generation(
     self: Any,
     input_ids: Tensor,
     next_sequence_length: int | None = None,
-    past_key_values: Cache | None = None,
+    cache: Cache | None = None,
     attention_mask: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
     is_first_iteration: bool | None = False,
@@ -67,6 +68,7 @@ def prepare_inputs_for_generation(
     ``next_sequence_length``. Embeddings take the place of ids in the first forward only. For a
     compilable cache the mask becomes four-dimensional. Other kwargs are passed on.
     """
+    cache = kwargs.pop("past_key_values", cache)  # its name before transformers 5.24
     is_encoder_decoder = self.config.is_encoder_decoder
     prefix = "decoder_" if is_encoder_decoder else ""
     ids_name, positions_name = prefix + "input_ids", prefix + "position_ids"
@@ -79,8 +81,8 @@ def prepare_inputs_for_generation(
     inputs = {ids_name: None, "inputs_embeds": tensor} if is_embedded else {ids_name: tensor}
     batch_size, length = tensor.shape[:2]
 
-    if past_key_values is not None:
-        inputs["past_key_values"] = past_key_values
+    if cache is not None:
+        inputs[CACHE] = cache
     for name in (positions_name, *TOKEN_TYPES):
         if (value := kwargs.pop(name, None)) is not None:
             if value.shape[-1] != length:
@@ -90,8 +92,9 @@ def prepare_inputs_for_generation(
     encoder_mask = attention_mask if is_encoder_decoder else None
     mask = kwargs.pop("decoder_attention_mask", None) if is_encoder_decoder else attention_mask
     if (
-        isinstance(past_key_values, Cache)
-        and past_key_values.is_compileable
+        isinstance(cache, Cache)
+        and cache.is_compileable
+        and not (CACHE == "cache" and all(cache.is_linear))  # since transformers 5.24
         and (mask is None or mask.ndim == 2)
     ):
         create_masks = getattr(self, "create_masks_for_generate", create_masks_for_generate)
@@ -100,7 +103,7 @@ def prepare_inputs_for_generation(
             # Only shape, dtype and device of the embeddings are read.
             inputs_embeds=input_ids.new_empty((batch_size, length, 0), dtype=self.dtype),
             attention_mask=mask,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             position_ids=inputs.get(positions_name),
             # Read by the models that have their own create_masks_for_generate.
             block_sequence_ids=inputs.get("block_sequence_ids"),
@@ -109,8 +112,10 @@ def prepare_inputs_for_generation(
             is_first_iteration=is_first_iteration,
         )
         if isinstance(mask, dict):
-            mask = {kind: m if m is None else m.contiguous() for kind, m in mask.items()}
-        elif mask is not None:
+            mask = {
+                kind: m.contiguous() if isinstance(m, Tensor) else m for kind, m in mask.items()
+            }
+        elif isinstance(mask, Tensor):
             mask = mask.contiguous()
     if mask is not None:
         inputs[prefix + "attention_mask"] = mask
@@ -127,7 +132,7 @@ def prepare_inputs_for_generation(
             f"{type(self).__name__} is remote code whose forward takes `cache_position`, which "
             "transformers no longer has. It is passed for now; ask the author to remove it."
         )
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         inputs["cache_position"] = torch.arange(length, device=input_ids.device) + past
 
     # Ids may live on the CPU while the model is elsewhere; what is forwarded follows the model.
@@ -135,6 +140,13 @@ def prepare_inputs_for_generation(
     if fed is not None and fed.device != (device := self.device) and device.type != "meta":
         inputs = families.moved(inputs, device)
     return inputs
+
+
+_signature = inspect.signature(prepare_inputs_for_generation)
+_parameters = _signature.parameters.values()
+prepare_inputs_for_generation.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[p.replace(name=CACHE) if p.name == "cache" else p for p in _parameters]
+)
 
 
 def update_model_kwargs_for_generation(
@@ -149,7 +161,7 @@ def update_model_kwargs_for_generation(
         if name in outputs:
             # XLNet and Reformer return their caches under names that they do not take them by.
             is_renamed = name in ("past_buckets_states", "mems")
-            model_kwargs["past_key_values" if is_renamed else name] = getattr(outputs, name)
+            model_kwargs[CACHE if is_renamed else name] = getattr(outputs, name)
             break
 
     for name, fill in _fillers(is_encoder_decoder).items():
@@ -206,7 +218,7 @@ def count_on(tensor: Tensor, count: int) -> Tensor:
     return tensor[..., -1:] + steps
 
 
-@cache
+@functools.cache
 def _fillers(is_encoder_decoder: bool) -> dict[str, Fill]:
     """The arguments with a column per token, and how each goes on after the last one."""
     prefix = "decoder_" if is_encoder_decoder else ""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import families
 from ..decoding.strategies import Sample
+from ..families import CACHE, FORMER_NAMES
 from ..memory.batch import TOKEN_DIM, take_rows
 from ..prepare import rows as values_per_row
 from ..running.interventions import Edit
@@ -28,7 +29,7 @@ REFUSED = {
     "streamer": "step() yields what it would get",
     "assistant_model": "a session decodes one token of each row at a time",
     "custom_generate": "a session decodes by hfgen's own sampling",
-    "past_key_values": "a session makes its own cache",
+    **dict.fromkeys((CACHE, *FORMER_NAMES), "a session makes its own cache"),
     "inputs_embeds": "a session needs the ids of its prompts",
     "prefix_cache": "a session keeps its own cache",
     **dict.fromkeys(

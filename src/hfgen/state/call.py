@@ -21,6 +21,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..families import CACHE
 from ..settings.vllm import TO_LAST_POSITION
 from .run import RowParams, Run, Strategy
 
@@ -161,7 +162,7 @@ class Call:
     @property
     def cache(self) -> Any:
         """The cache that decoding starts with, if there is one."""
-        return self.prompt and self.prompt.model_kwargs.get("past_key_values")
+        return self.prompt and self.prompt.model_kwargs.get(CACHE)
 
     @property
     def has_foreign_cache(self) -> bool:

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ... import families
 from ... import running as execution
+from ...families import CACHE
 from ...logits.processors.lists import for_drafts, is_row_wise
 from ...memory.caches.layers import record_past, roll_back
 from ...running import ranks
@@ -37,7 +38,7 @@ OF_TARGET = (
 ).split()
 #: Arguments of the target's forward that an assistant has of its own, or decodes without.
 NOT_SHARED = {
-    *("past_key_values", "encoder_outputs", "inputs_embeds", "use_cache"),
+    *(CACHE, "encoder_outputs", "inputs_embeds", "use_cache"),
     *("output_attentions", "output_hidden_states"),
 }
 
@@ -151,7 +152,7 @@ class Assistant(Drafter):
             return
         n_kept = min(self.cached, n_valid)
         of_images = families.layers_of_images(self.model)
-        roll_back(self.run.model_kwargs["past_key_values"], self.cached - n_kept, of_images)
+        roll_back(self.run.model_kwargs[CACHE], self.cached - n_kept, of_images)
         self.cached = n_kept
 
     def prepare(self, ids: Tensor) -> Run:
@@ -172,7 +173,7 @@ class Assistant(Drafter):
         run = call.run(model)
         call.release()
         self.use_parameters_of_rows(run, target)
-        cache = run.model_kwargs.get("past_key_values")
+        cache = run.model_kwargs.get(CACHE)
         if cache is None:
             raise ValueError(
                 f"`assistant_model` ({type(model).__name__}) has no cache to take drafted tokens back from."

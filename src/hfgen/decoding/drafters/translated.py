@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
-from ...families import n_scores
+from ...families import CACHE, n_scores
 from ...logits.processors.lists import LogitsProcessorList, for_drafts, is_row_wise
 from ...memory.caches.layers import keeps_all_tokens
 from ...state.call import ModelKwargs
@@ -88,7 +88,7 @@ class UniversalDrafter(Assistant):
         valid = [n_common(fed, row) for fed, row, done in triples if not done]
         n_kept = min(*valid, longest - 1, self.cached)
         # Some caches can be taken back by the last draft alone.
-        cache = None if self.run is None else self.run.model_kwargs["past_key_values"]
+        cache = None if self.run is None else self.run.model_kwargs[CACHE]
         is_lost = n_kept < self.n_kept and (cache is None or not keeps_all_tokens(cache))
         if pads != self.pads or is_lost:
             self.run, self.cached, self.length, n_kept = None, 0, 0, 0

@@ -14,6 +14,7 @@ from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation import candidate_generator as kinds
 from transformers.utils import ModelOutput
 
+from ...families import CACHE
 from ...logits.processors.lists import for_drafts, reads_replaced
 from ...running.row_states import is_replaced
 from ...state.run import Run
@@ -99,12 +100,12 @@ def has_own_hook(model: Any) -> bool:
 
 def _check_prompt(run: Run, kind: str) -> None:
     """Raise ``ValueError`` for a prompt without ids or hidden states, all of which ``kind`` reads."""
-    cache = run.model_kwargs.get("past_key_values")
+    cache = run.model_kwargs.get(CACHE)
     if run.model_kwargs.get("inputs_embeds") is not None and not run.is_encoder_decoder:
         raise ValueError(f"{kind} reads ids of the prompt: pass `input_ids`, not `inputs_embeds`.")
     if cache is not None and (n_cached := cache.get_seq_length()) > 0:
         raise ValueError(
-            f"{kind} reads hidden states of the whole prompt, but `past_key_values` holds {n_cached} tokens."
+            f"{kind} reads hidden states of the whole prompt, but `{CACHE}` holds {n_cached} tokens."
         )
 
 

@@ -37,6 +37,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
 
 from ... import families
+from ...families import CACHE
 from ...logits.grammar.processor import GrammarProcessor
 from ...memory.caches import layers
 from ...running import Executor, prefill, prompts, ranks
@@ -91,7 +92,7 @@ class Assisted:
         self.is_free_of_drafts = run.row_choice is not None or not (config.do_sample or weight)
         self.overrides = self.drafter.forward_arguments  # the drafter's arguments of the forward
         self.executor = Executor(run, may_record=True)
-        self.cache: Any = run.model_kwargs.get("past_key_values")
+        self.cache: Any = run.model_kwargs.get(CACHE)
         _check_cache(run, self.cache)
         self.keeps_all_tokens = layers.keeps_all_tokens(self.cache)
         self.recorders = ExitStack()  # of caches while they decode
@@ -233,7 +234,7 @@ class Assisted:
         is_lost = rows.invalid.step_of
         lengths = [k for row, (k, had) in pairs if not had and is_lost(row, n_rows) is None]
         n_advanced = max(min(min(lengths or [max(rows.known)]) - start, width), 1)
-        cache = getattr(model_outputs, "past_key_values", None)
+        cache = getattr(model_outputs, CACHE, None)
         # Phi-3 begins another cache above a rotary limit.
         if cache is not None and cache is not self.cache:
             self.cache, self.keeps_all_tokens = cache, layers.keeps_all_tokens(cache)
@@ -298,7 +299,7 @@ def _check_cache(run: Run, cache: Any) -> None:
     """Raise before the first forward if what is rejected could not be taken back, or not fit in."""
     name = type(run.model).__name__
     if cache is None:
-        raise RuntimeError(f"Assisted decoding needs a cache: {name} has no `past_key_values`.")
+        raise RuntimeError(f"Assisted decoding needs a cache: {name} has no `{CACHE}`.")
     if not hasattr(cache, "crop"):
         raise ValueError(
             f"Drafted tokens cannot be taken back out of a {type(cache).__name__}: assisted decoding "

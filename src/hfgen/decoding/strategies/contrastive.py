@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from ... import families
+from ...families import CACHE
 from ...memory.batch import Batch, map_outputs
 from ...memory.caches import layers
 from ...memory.caches.growing import GrowableTensor
@@ -211,7 +212,7 @@ def _check_cache(run: Run, cache: Any) -> None:
     if (length := int(cache.get_seq_length())) > 0:
         raise ValueError(
             f"Contrastive search compares with the hidden states of the whole context, but "
-            f"`past_key_values` holds {length} tokens without theirs. Pass the prompt without a cache."
+            f"`{CACHE}` holds {length} tokens without theirs. Pass the prompt without a cache."
         )
 
 

@@ -12,6 +12,7 @@ from transformers.generation import logits_process as upstream
 from transformers.modeling_outputs import BaseModelOutput
 
 from ... import running as execution
+from ...families import CACHE
 from ...running.ranks import Ranks, of_config
 from .context import Context
 from .per_row import expand
@@ -115,11 +116,11 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         outputs = execution.call(
             self.model,
             decoder_input_ids=input_ids[:, n_cached:],
-            past_key_values=self.past if n_cached else None,
+            **{CACHE: self.past if n_cached else None},
             use_cache=self.use_cache,
             **encoded,
         )
-        self.past, self.cached_ids = outputs.get("past_key_values"), input_ids.clone()
+        self.past, self.cached_ids = outputs.get(CACHE), input_ids.clone()
         return outputs.logits
 
 

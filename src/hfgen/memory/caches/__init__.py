@@ -23,6 +23,7 @@ from transformers.generation import utils as generation
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS, GenerationMode
 
 from ... import families
+from ...families import CACHE
 from ...settings import cache_settings
 from ...settings.logs import logger
 from ...state.call import Call, ModelKwargs, Prompt
@@ -159,7 +160,7 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
     shortest = before + n_ids if may_end_early else longest
     if capacity < shortest:
         raise ValueError(
-            f"`past_key_values` is a static cache of {capacity} tokens, but the call needs {shortest}"
+            f"`{CACHE}` is a static cache of {capacity} tokens, but the call needs {shortest}"
             + (f", and may reach {longest}" if longest > shortest else "")
             + f". Make it with `max_cache_len={longest}`, or lower `max_new_tokens`."
         )
@@ -184,7 +185,7 @@ def _fit_rows(cache: Cache, batch_size: int, n_rows: int, will_fan_out: bool) ->
             layers.take(cache, torch.arange(rows).repeat_interleave(n_rows // batch_size))
         return cache
     raise ValueError(
-        f"`past_key_values` holds {rows} sequences, but the call has {batch_size} prompts"
+        f"`{CACHE}` holds {rows} sequences, but the call has {batch_size} prompts"
         + (f", expanded to {n_rows} rows." if n_rows != batch_size else ".")
     )
 

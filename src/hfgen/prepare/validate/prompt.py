@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ... import families
-from ...families import parameters
+from ...families import CACHE, parameters
 from ...memory import caches
 from ...memory.checks import check_cache
 from ...settings.fields import FIELDS
@@ -225,7 +225,7 @@ def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
     if prompt.main_input_name == "inputs_embeds" and not model.config.is_encoder_decoder:
         reason = "the prompt came as `inputs_embeds`. Pass `input_ids`"
     elif is_filled:
-        reason = "`past_key_values` holds tokens already, whose logits are not kept. Leave it out"
+        reason = f"`{CACHE}` holds tokens already, whose logits are not kept. Leave it out"
     elif call.mode_kwargs.get("synced_gpus"):
         reason = "with `synced_gpus` all devices have to forward as often. Leave one of them out"
     else:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
+from ...families import CACHE
 from ...memory.caches.dynamic import GrowingLayer
 from ...memory.caches.static_layers import SlicedStaticLayer
 from ...settings.logs import logger
@@ -193,14 +194,14 @@ class CompiledLayer:
         if not (torch.compiler.is_compiling() or self.graph.is_broken):
             place = self._place(args, kwargs)
             if place is not None and (kind := self._kind(args[0], place, kwargs)):
-                del kwargs["past_key_values"]
+                del kwargs[CACHE]
                 return self.graph(self, args[0], place, kwargs, kind)
             self._forget()  # a prompt: parts may have been replaced
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer of the cache, if the call is one that may run compiled."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if len(args) != 1 or cache is None or torch.is_grad_enabled() or self.module.training:
             return None
         hidden, layers = args[0], getattr(cache, "layers", ())
@@ -261,7 +262,7 @@ class CompiledLayer:
         key = (rows == 1, n_new == 1, hidden.dtype, mask_kind, is_inference)
         if key in self._ready:
             return key
-        others = {name: value for name, value in kwargs.items() if name != "past_key_values"}
+        others = {name: value for name, value in kwargs.items() if name != CACHE}
         arguments = {"hidden": hidden, "keys": place.keys, "values": place.values, "kwargs": others}
         with _compiling:
             if self.graph.failure is not None or not self.graph.prepare(self.module, arguments):

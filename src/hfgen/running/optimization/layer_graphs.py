@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ...families import CACHE
 from . import native
 from .kernels import DTYPES
 
@@ -70,7 +71,7 @@ def forward_layer(
 ) -> Any:
     """The function that is compiled: a layer's own forward, with a cache of this layer only."""
     cache = OneLayerCache(keys, values, positions)
-    return type(hfgen_layer).forward(hfgen_layer, hidden, past_key_values=cache, **kwargs)
+    return type(hfgen_layer).forward(hfgen_layer, hidden, **{CACHE: cache}, **kwargs)
 
 
 def stand_ins(hidden: Tensor, keys: Tensor, values: Tensor, kwargs: dict[str, Any]) -> Arguments:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ... import families
+from ...families import CACHE
 from ...memory import fingerprint
 from ...settings.fields import FieldError
 from .radix import Forest, KeyValues, Match, Node
@@ -217,7 +218,7 @@ def _layout(model: Any) -> list[tuple[torch.dtype, torch.Size]]:
     media, cache = families.placeholder_tokens(model), DynamicCache(config=model.config)
     token = min({*range(len(media) + 1)} - {*media})
     ids = torch.full((1, 1), token, device=families.device_of(model))
-    model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True)
+    model(input_ids=ids, **{CACHE: cache}, use_cache=True, return_dict=True)
     layers = [layer for layer in cache.layers if not isinstance(layer, families.EMPTY_LAYERS)]
     return [(s.dtype, s.shape[1::2]) for layer in layers for s in (layer.keys, layer.values)]
 

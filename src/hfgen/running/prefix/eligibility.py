@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache, StaticCache, cache_utils
 
 from ... import families
+from ...families import CACHE
 from ...memory.caches import cache_kind
 from ...memory.caches.dynamic import GrowingCache, upstream_kind
 from ...state.call import Call, ModelKwargs, Prompt
@@ -19,7 +20,6 @@ from .radix import Offset
 
 #: Inputs whose influence on a token's keys and values is known.
 KNOWN = ("attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache")
-CACHE = "past_key_values"
 
 #: Rotary positions whose frequencies change above a length, and the field that has this length.
 LENGTH_DEPENDENT = {
@@ -105,7 +105,7 @@ def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | 
     if model.config.is_encoder_decoder:
         return Reason("a decoder's states depend on its encoder", is_choice=False)
     if families.given_cache(model_kwargs) is not None:
-        return Reason("the call has a cache already (`past_key_values`)")
+        return Reason(f"the call has a cache already (`{CACHE}`)")
     for flag in ("output_attentions", "output_hidden_states"):
         if getattr(config, flag):
             return Reason(f"`{flag}` is about the whole prompt, which is not forwarded")

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ... import families
+from ...families import CACHE
 from ...memory import fingerprint
 from ...memory.caches.dynamic import GrowingCache, GrowingSlidingWindowLayer
 from ...settings.kinds import is_zero
@@ -68,7 +69,7 @@ def begin(model: Any, call: Call, prompt: Prompt) -> None:
     if isinstance(layout, Reason):
         refuse(call.prefixes, call.request, layout)
         return
-    cache = prompt.model_kwargs["past_key_values"]
+    cache = prompt.model_kwargs[CACHE]
     session = PrefixSession(call.prefixes, model, call.config, cache, rows, layout)
     session.fill()
     call.prefix_session = session
@@ -141,7 +142,7 @@ class PrefixSession:
         # A model that puts tokens before the prompt has more, or not the same number everywhere.
         is_even = len(lengths) == 1 and lengths <= {length - 1, length}
         n_longest, states = self.ids.shape[1] - min(self.layout.pads), key_values(layers)
-        if run.model_kwargs.get("past_key_values") is not self.cache:
+        if run.model_kwargs.get(CACHE) is not self.cache:
             self.give_up(f"{name} puts another cache in the place of its own")
         elif not is_even or any(layer.keys.shape[-2] < length - 1 for layer in layers):
             self.give_up(f"{name} does not cache one state per token")
