@@ -26,6 +26,7 @@ from transformers.configuration_utils import get_head_shapes
 from transformers.generation.configuration_utils import GenerationMode
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.memory.caches.dynamic import GrowingCache
 from hfgen.tools.evaluate.live_bytes import LiveBytes
 
@@ -282,7 +283,7 @@ def _decoding(subject: Subject, context: int, rows: int, size: Size) -> Work:
         arguments,
         floor,
         has_first=False,
-        kept=lambda arguments: held_bytes(arguments["past_key_values"]),
+        kept=lambda arguments: held_bytes(arguments[CACHE]),
     )
 
 
@@ -452,7 +453,7 @@ def new_cache(subject: Subject, kind: str, length: int, folder: str) -> Any:
     kwargs: Arguments = {}
     mode = GenerationMode.GREEDY_SEARCH
     subject.model._prepare_cache_for_generation(config, kwargs, mode, 1, length)
-    return kwargs["past_key_values"]
+    return kwargs[CACHE]
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from benchmarks.models import SUBJECTS
 from benchmarks.output import RESULTS, OutOption
 from benchmarks.plots import save, subplots
 from benchmarks.side_by_side import frozen_garbage, machine, read_bandwidth, speed_cells, unmixed
+from hfgen.families import CACHE
 from hfgen.memory.batch import Batch
 from hfgen.memory.caches.dynamic import GrowingCache
 
@@ -174,7 +175,7 @@ def batch_of(model: Any, rows: int, length: int) -> Batch:
         states = torch.randn(rows, heads, length, size)
         cache.update(states, states.clone(), layer)
     ids = torch.ones(rows, length + 1, dtype=torch.long)
-    kwargs = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "use_cache": True}
+    kwargs = {"attention_mask": torch.ones_like(ids), CACHE: cache, "use_cache": True}
     return Batch(ids, kwargs)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def forward(model: PreTrainedModel, batch: Batch) -> Tensor:
     inputs = {
         "input_ids": batch.ids[:, start:],
         "attention_mask": batch.mask,  # of all columns: attention also reads the cache
-        "past_key_values": batch.cache,
+        ALL_CACHE_NAMES[0]: batch.cache,
         "use_cache": True,
     }
     if "position_ids" in inspect.signature(model.forward).parameters:

@@ -10,8 +10,10 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hfgen
+from hfgen.families import CACHE
 from tests.parity.family import seeded
 from tests.tiny import SPECIAL, VOCAB
+from tests.versions import with_cache
 
 #: A prime: how many states there are.
 STATES = 1009
@@ -43,6 +45,7 @@ class Exact(PreTrainedModel, hfgen.GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.logits_of
 
+    @with_cache
     def forward(
         self,
         input_ids: Tensor,
@@ -70,7 +73,7 @@ class Exact(PreTrainedModel, hfgen.GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.logits_of(sums[:, keep].long() % STATES)
         return CausalLMOutputWithPast(
-            logits=logits, past_key_values=None if use_cache is False else cache
+            logits=logits, **{CACHE: None if use_cache is False else cache}
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 import hfgen
+from hfgen.families import CACHE
 from tests import tiny
 from tests.parity.harness import FAMILIES
 
@@ -246,7 +247,7 @@ def test_without_an_end_all_rows_stay() -> None:
     [
         ({"prompt_lookup_num_tokens": 3}, "assisted"),
         ({"cache_implementation": "static"}, "static"),
-        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({CACHE: DynamicCache()}, CACHE),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
     ],
     ids=["assisted", "static", "own cache", "contrastive"],

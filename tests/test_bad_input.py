@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.settings.logs import logger
 from tests import tiny
 from tests.parity.harness import FAMILIES
@@ -691,7 +692,7 @@ def test_a_cache_of_another_model(other: dict[str, int], words: str) -> None:
     cache = filled_cache(tiny.llama(**other), ids[:, :4])
     before = [layer.keys.clone() for layer in cache.layers]
     for options in ({}, {"prompt_lookup_num_tokens": 2}, {"num_beams": 2}):
-        with pytest.raises(ValueError, match=f"past_key_values.*{words}.*another model"):
+        with pytest.raises(ValueError, match=f"{CACHE}.*{words}.*another model"):
             hfgen.mix_into(tiny.llama()).generate(
                 ids, past_key_values=cache, max_new_tokens=4, **options
             )
@@ -742,7 +743,7 @@ def test_a_cache_of_as_many_tokens_as_the_prompt(n_cached: int) -> None:
 
 @pytest.mark.parametrize("cache", ["dynamic", [], 3], ids=str)
 def test_what_is_no_cache(cache: Any) -> None:
-    with pytest.raises(ValueError, match=r"past_key_values.*has to be a Cache"):
+    with pytest.raises(ValueError, match=rf"{CACHE}.*has to be a Cache"):
         hfgen.mix_into(tiny.llama()).generate(tiny.prompt(), past_key_values=cache)
 
 
@@ -756,7 +757,7 @@ def test_a_cache_that_holds_all_of_a_decoders_prompt(options):
     cache = first.past_key_values
     if options.get("num_beams"):
         cache.batch_repeat_interleave(2)
-    kwargs = {"past_key_values": cache, "max_new_tokens": 2, **options}
+    kwargs = {CACHE: cache, "max_new_tokens": 2, **options}
     given = first.sequences[:, :4]
     with pytest.raises(ValueError, match=r"holds 4 tokens and `decoder_input_ids` has 4"):
         model.generate(

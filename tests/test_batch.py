@@ -11,6 +11,7 @@ from torch import Tensor
 import hfgen
 from hfgen.decoding.loop import steps
 from hfgen.decoding.strategies import Sample
+from hfgen.families import CACHE
 from hfgen.memory.batch import Batch, row_dim, take_rows
 from hfgen.prepare.stages import prepare
 from hfgen.state.call import Request
@@ -124,10 +125,8 @@ def test_arguments_that_differ_are_named(ours: dict, theirs: dict, named: str) -
 def test_a_batch_without_a_cache_cannot_join_one_with() -> None:
     model = hfgen.mix_into(tiny.llama())
     batch = batch_of(started(model, 1, input_ids=tiny.prompt(1)))
-    other = Batch(
-        batch.ids.clone(), {k: v for k, v in batch.model_kwargs.items() if k != "past_key_values"}
-    )
-    with pytest.raises(ValueError, match="past_key_values"):
+    other = Batch(batch.ids.clone(), {k: v for k, v in batch.model_kwargs.items() if k != CACHE})
+    with pytest.raises(ValueError, match=CACHE):
         batch.append(other)
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import hfgen
 from hfgen.decoding.card import Card, CardError, card, differences, first_token
 from hfgen.decoding.card import replay as decode_again
+from hfgen.families import CACHE
 from hfgen.tools.cli import app
 from tests import tiny
 
@@ -197,8 +198,8 @@ def test_a_mask_of_other_tokens_than_the_ids(builtin: tuple[Any, Any]) -> None:
     assert written.beside == ["a prompt that is no tensor of ids", "inputs_embeds"]
     cache = DynamicCache(config=model.config)
     model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
-    continued = {"input_ids": ids[:, -1:], "attention_mask": mask, "past_key_values": cache}
-    assert model.generate(**continued, **options).card.beside == ["past_key_values"]
+    continued = {"input_ids": ids[:, -1:], "attention_mask": mask, CACHE: cache}
+    assert model.generate(**continued, **options).card.beside == [CACHE]
 
 
 def nested(depth: int) -> Any:

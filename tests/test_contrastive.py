@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hfgen
 from hfgen.decoding.strategies.contrastive import Context
+from hfgen.families import CACHE
 from tests import tiny
 from tests.golden import models
 from tests.parity.family import seeded
@@ -316,6 +317,6 @@ def test_a_cache_without_its_hidden_states():
     model, prompt = built("llama"), tiny.prompt(2)
     cache = DynamicCache(config=model.config)
     model(prompt[:, :4], past_key_values=cache)
-    with pytest.raises(ValueError, match="`past_key_values` holds 4 tokens without theirs"):
+    with pytest.raises(ValueError, match=f"`{CACHE}` holds 4 tokens without theirs"):
         model.generate(prompt, past_key_values=cache, **OPTIONS)
     assert cache.get_seq_length() == 4

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
+from hfgen.families import CACHE
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 
@@ -159,7 +160,7 @@ def test_everything_is_prepared(mine: Any) -> None:
     assert criterion in kwargs["stopping_criteria"]
     assert kwargs["generation_config"].max_length == 9
     assert kwargs["generation_config"]._eos_token_tensor.tolist() == [2]
-    assert kwargs["past_key_values"].get_seq_length() == 0
+    assert kwargs[CACHE].get_seq_length() == 0
     assert kwargs["use_cache"] is True
 
 
@@ -260,7 +261,7 @@ def test_a_config_without_defaults_gets_a_cache(theirs: Any, mine: Any) -> None:
             model_kwargs: dict[str, Any] = {}
             mode = config.get_generation_mode()
             model._prepare_cache_for_generation(config, model_kwargs, mode, 2, 12)
-            assert isinstance(model_kwargs["past_key_values"], transformers.DynamicCache)
+            assert isinstance(model_kwargs[CACHE], transformers.DynamicCache)
 
 
 def test_an_unknown_argument_is_refused(theirs: Any, mine: Any) -> None:

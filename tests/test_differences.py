@@ -22,9 +22,10 @@ from transformers import (
 )
 
 import hfgen
+from hfgen.families import CACHE
 from tests import tiny
 from tests.test_bad_input import Recorder
-from tests.versions import since_5_23
+from tests.versions import since_5_23, with_cache
 
 
 def both(build: Any = tiny.llama) -> tuple[Any, Any]:
@@ -118,7 +119,7 @@ def test_a_cache_of_another_number_of_rows_is_an_error():
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:1, :5], past_key_values=cache)
-    with pytest.raises(ValueError, match="`past_key_values` holds 1 sequences, but the call has 2"):
+    with pytest.raises(ValueError, match=f"`{CACHE}` holds 1 sequences, but the call has 2"):
         model.generate(ids, past_key_values=cache, max_new_tokens=6)
 
 
@@ -221,7 +222,7 @@ def test_training_mode_with_gradient_checkpointing_decodes_without_a_cache(optio
     expected = model.generate(ids, **options)
     model.train().gradient_checkpointing_enable()
     assert model.generate(ids, **options).tolist() == expected.tolist()
-    with pytest.raises(ValueError, match="`past_key_values` cannot be read: in training mode"):
+    with pytest.raises(ValueError, match=f"`{CACHE}` cannot be read: in training mode"):
         model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
     model.eval()
     assert model.generate(
@@ -308,6 +309,7 @@ def test_drafts_behind_a_prompt_of_padding():
 
 def test_stop_strings_on_a_forward_that_takes_no_other_kwargs():
     class Strict(type(tiny.llama())):  # type: ignore[misc]
+        @with_cache
         def forward(  # type: ignore[no-untyped-def]
             self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None
         ):  # fmt: skip
@@ -315,7 +317,7 @@ def test_stop_strings_on_a_forward_that_takes_no_other_kwargs():
                 input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **{CACHE: past_key_values},
                 use_cache=use_cache,
             )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import hfgen
+from hfgen.families import CACHE
 from tests import tiny
 
 N = 14
@@ -28,7 +29,7 @@ def drop_all_but(kept: Callable[[int, int, int], int]) -> Callable[[Any], Any]:
     @contextmanager
     def dropping(model: Any) -> Iterator[None]:
         def drop(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            layer = kwargs[CACHE].layers[module.layer_idx]
             held, fed = layer.keys.shape[-2], kwargs["hidden_states"].shape[1]
             n = kept(module.layer_idx, held, fed)
             layer.keys, layer.values = layer.keys[:, :, -n:], layer.values[:, :, -n:]

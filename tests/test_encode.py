@@ -10,6 +10,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook
 from torch import nn
 
+from hfgen.families import CACHE
 from hfgen.prepare import encode, inputs
 
 IDS = torch.tensor([[5, 6]])
@@ -91,7 +92,7 @@ def test_the_encoder_gets_the_main_input_and_its_mask() -> None:
 
 
 def test_arguments_of_the_decoder_are_kept_from_the_encoder() -> None:
-    names = ("decoder_input_ids", "cross_attn_head_mask", "use_cache", "past_key_values", "langs")
+    names = ("decoder_input_ids", "cross_attn_head_mask", "use_cache", CACHE, "langs")
     result = encoded(Model(Encoder()), **dict.fromkeys(names, 1))
     assert set(result["encoder_outputs"]) == {"input_ids", "langs", *ASKED}
     assert set(result) == {"encoder_outputs", *names}

@@ -25,6 +25,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.running.exact import followed, is_exact, spans, trial
 from hfgen.running.exact.followed import with_followed_calls
 from hfgen.tools.cli import app
@@ -355,7 +356,7 @@ def test_quantised_caches_are_refused(model: Any) -> None:
     given = model.generate(**INPUTS, **options, return_dict_in_generate=True).past_key_values
     hfgen.exact(model)
     longer = {name: torch.cat([ids, ids], dim=1) for name, ids in INPUTS.items()}
-    for call in (INPUTS | options, longer | {"past_key_values": given, "max_new_tokens": 2}):
+    for call in (INPUTS | options, longer | {CACHE: given, "max_new_tokens": 2}):
         with pytest.raises(ValueError, match=r"^exact: a quantised cache rounds keys"):
             model.generate(**call)
 

@@ -14,9 +14,11 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.settings.logs import logger
 from tests import tiny
 from tests.parity.harness import FAMILIES
+from tests.versions import with_cache
 
 IDS = torch.tensor([[11, 12, 13, 14, 15, 16], [0, 0, 5, 6, 7, 8]])
 MASK = (IDS != 0).long()
@@ -215,6 +217,7 @@ def test_a_kept_view_of_the_cache_is_not_reordered_in_place() -> None:
 class PositionsOnModules(transformers.LlamaForCausalLM):
     """Keeps positions of its rows on a module from the prefill on, as GLM-Image does."""
 
+    @with_cache
     def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
         kwargs.pop("position_ids", None)
         n_cached = past_key_values.get_seq_length()
@@ -230,7 +233,7 @@ class PositionsOnModules(transformers.LlamaForCausalLM):
             assert len(self.model.positions) == len(input_ids)
             positions = last
         return super().forward(
-            input_ids, past_key_values=past_key_values, position_ids=positions, **kwargs
+            input_ids, **{CACHE: past_key_values}, position_ids=positions, **kwargs
         )
 
 
@@ -246,11 +249,11 @@ def test_positions_that_the_prefill_leaves_on_a_module(mode: str, is_given: bool
     kwargs = MODES[mode] | {"attention_mask": MASK, "max_new_tokens": 6}
     results = []
     for model in (with_positions(), hfgen.mix_into(with_positions())):
-        cache = {"past_key_values": transformers.DynamicCache()} if is_given else {}
+        cache = {CACHE: transformers.DynamicCache()} if is_given else {}
         torch.manual_seed(0)
         results.append(model.generate(IDS, **kwargs, **cache))
         if is_given:
-            assert cache["past_key_values"].get_seq_length() == IDS.shape[1] + 5
+            assert cache[CACHE].get_seq_length() == IDS.shape[1] + 5
     assert torch.equal(*results)
     shapes, _ = rows_and_lengths(model, IDS, **MODES[mode], attention_mask=MASK)
     assert shapes[0][0] == len(IDS) * max(
@@ -404,7 +407,7 @@ class WithList(transformers.LlamaForCausalLM):
     """Keeps the rows of its forwards in a list, and attends to none but those."""
 
     def forward(self, input_ids: Any, **kwargs: Any) -> Any:
-        if kwargs["past_key_values"].get_seq_length() == 0:
+        if kwargs[CACHE].get_seq_length() == 0:
             self.seen = []
         self.seen.append(input_ids[:, -1])
         outputs = super().forward(input_ids, **kwargs)

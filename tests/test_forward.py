@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.running import last_logits, next_token
 from tests import tiny
 
@@ -131,7 +132,7 @@ def test_mask_and_positions_grow(shared: Any) -> None:
     )
     assert kwargs["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
     assert kwargs["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6]]
-    assert kwargs["past_key_values"] is cache
+    assert kwargs[CACHE] is cache
 
 
 def test_token_types_go_on(shared: Any) -> None:
@@ -145,7 +146,7 @@ def test_token_types_go_on(shared: Any) -> None:
 
 
 def test_caches_of_other_names(shared: Any) -> None:
-    assert updated(shared, ModelOutput(mems=[1]))["past_key_values"] == [1]
+    assert updated(shared, ModelOutput(mems=[1]))[CACHE] == [1]
     assert updated(shared, ModelOutput(cache_params=[2]))["cache_params"] == [2]
 
 
@@ -154,7 +155,7 @@ def test_the_next_token_is_fed(model: Any) -> None:
     for use_cache, expected in ((True, [[7], [11]]), (False, IDS.tolist())):
         kwargs = {"use_cache": use_cache, "attention_mask": MASK}
         if use_cache:
-            kwargs["past_key_values"] = filled(model, IDS[:, :3])
+            kwargs[CACHE] = filled(model, IDS[:, :3])
         model.fed.clear()
         run = SimpleNamespace(model=model, ids=IDS, model_kwargs=kwargs)
         outputs = next_token(run, model.__call__)
@@ -212,9 +213,7 @@ def test_chunks(model: Any) -> None:
     cache = DynamicCache(config=model.config)
     model.fed.clear()
     with torch.no_grad():
-        model._prefill(
-            IDS, GenerationConfig(prefill_chunk_size=3), kwargs | {"past_key_values": cache}
-        )
+        model._prefill(IDS, GenerationConfig(prefill_chunk_size=3), kwargs | {CACHE: cache})
     (first, given), (second, then) = model.fed
     assert (first, second) == ([[0, 5, 6], [8, 9, 10]], [[7], [11]])
     assert given["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]

@@ -19,6 +19,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.memory.caches.dynamic import GrowingCache
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
@@ -358,7 +359,7 @@ class OtherCache(DynamicCache):
 @overrides("_prepare_cache_for_generation", return_dict_in_generate=True)
 def _(base: Any, generation_config: Any, model_kwargs: Any, *args: Any) -> None:
     base(generation_config, model_kwargs, *args)
-    model_kwargs["past_key_values"] = OtherCache(config=base.__self__.config)
+    model_kwargs[CACHE] = OtherCache(config=base.__self__.config)
 
 
 @overrides("_expand_multimodal_outputs", "qwen2_vl", num_beams=2)

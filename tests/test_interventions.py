@@ -21,6 +21,7 @@ from transformers import DynamicCache
 import hfgen
 from hfgen import Ablate, Edit, Patch, Record, Steer
 from hfgen.decoding import activations
+from hfgen.families import CACHE
 from tests import tiny
 from tests.parity.family import text_prompt
 from tests.parity.harness import FAMILIES, UNSTEADY, ours
@@ -310,7 +311,7 @@ def test_a_text_that_is_not_all_in_its_ids_is_not_recorded(model: Any) -> None:
     asked = {**ASKED, "return_dict_in_generate": True, "record": "model.layers.1"}
     expected = model.generate(ids, **asked).activations["model.layers.1"]
     model(input_ids=ids[:, :4], past_key_values=cache)
-    held = {"attention_mask": torch.ones_like(ids), "past_key_values": cache}
+    held = {"attention_mask": torch.ones_like(ids), CACHE: cache}
     with pytest.raises(ValueError, match=r"`input_ids` \(3 of 7\) lack"):
         model.generate(ids[:, 4:], **asked, **held)
     found = model.generate(ids, **asked, **held).activations["model.layers.1"]

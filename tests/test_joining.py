@@ -18,6 +18,7 @@ from transformers import EncoderDecoderCache
 import hfgen
 from hfgen.decoding.loop import steps
 from hfgen.decoding.strategies import Sample
+from hfgen.families import CACHE
 from hfgen.memory.batch import Batch, own_mask
 from hfgen.memory.caches import growing, slots
 from hfgen.prepare.stages import prepare
@@ -367,7 +368,7 @@ def test_a_trimmed_batch_is_one_that_was_shorter_from_the_start(family: str) -> 
     alone = short.batch()
     assert torch.equal(batch.ids, alone.ids)
     assert padding_of(batch) == [0]
-    cache, expected = (each.model_kwargs["past_key_values"] for each in (batch, alone))
+    cache, expected = (each.model_kwargs[CACHE] for each in (batch, alone))
     for _ in range(8):
         assert cache.get_seq_length() == expected.get_seq_length()
         for index, layer in enumerate(expected.layers):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hfgen
 from hfgen.decoding.strategies.sample import Sample
+from hfgen.families import CACHE
 from hfgen.running import ahead
 from tests import tiny
 from tests.parity.harness import Case, compare, draw_case, ours, run
@@ -255,12 +256,12 @@ def test_a_cpu_checks_at_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch)
     model.generate(prompt(2), max_new_tokens=5)
 
 
-@pytest.mark.parametrize("options", [{"return_dict_in_generate": True}, {"past_key_values": None}])
+@pytest.mark.parametrize("options", [{"return_dict_in_generate": True}, {CACHE: None}])
 def test_a_cache_that_is_seen_checks_at_once(
     model: nn.Module, late: Counter[str], options: dict[str, Any]
 ) -> None:
-    if "past_key_values" in options:
-        options = {"past_key_values": hfgen.memory.caches.dynamic.GrowingCache(config=model.config)}
+    if CACHE in options:
+        options = {CACHE: hfgen.memory.caches.dynamic.GrowingCache(config=model.config)}
     model.generate(prompt(1), eos_token_id=96, max_new_tokens=4, **options)
     model.generate(prompt(1), eos_token_id=96, max_new_tokens=4, prefix_cache=hfgen.PrefixCache())
     assert not late

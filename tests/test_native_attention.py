@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.running.optimization import compiled_layers, native
 from tests import tiny
 
@@ -313,7 +314,7 @@ def test_masks_of_other_sizes_are_torchs():
     def step(model: Any, mask: Tensor) -> Tensor:
         options = {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True}
         seen = model.generate(input_ids=tiny.prompt(2, 9), **options)
-        more = {"past_key_values": seen.past_key_values, "attention_mask": mask}
+        more = {CACHE: seen.past_key_values, "attention_mask": mask}
         with torch.no_grad():
             return model(input_ids=seen.sequences[:, -1:], **more).logits
 

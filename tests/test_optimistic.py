@@ -9,6 +9,7 @@ import pytest
 
 import hfgen
 from hfgen.engine import Engine
+from hfgen.families import CACHE
 from tests import tiny
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.test_length_classes import WAYS, check, prompt, solo
@@ -149,7 +150,7 @@ def test_a_prompt_that_is_half_forwarded_goes_on_where_it_was() -> None:
     limit, engine.scheduler.max_bytes = engine.scheduler.max_bytes, 2 * held(engine)
     engine.step()
     assert (first.state, long.state) == ("decoding", "waiting")
-    assert long.decoding.waiting_rows.caches["past_key_values"].get_seq_length() == n_done
+    assert long.decoding.waiting_rows.caches[CACHE].get_seq_length() == n_done
     engine.scheduler.max_bytes = limit
     engine.step()
     assert long.n_done > n_done
@@ -173,7 +174,7 @@ def test_the_tokens_that_are_kept_are_copied_alone() -> None:
     engine = small(model, 100)
     requests = [engine.add(prompt(n, n), max_new_tokens=30, eos_token_id=None) for n in (30, 4, 6)]
     out = until_one_is_out(engine, requests)
-    cache = out.decoding.waiting_rows.caches["past_key_values"]
+    cache = out.decoding.waiting_rows.caches[CACHE]
     assert cache.get_seq_length() == out.decoding.length - 1
     assert cache.layers[0].keys.shape[0] == 1
     assert out.decoding.waiting_rows.ids[0, -1] == out.sequences[0].token_ids[-1]

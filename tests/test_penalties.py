@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.logits.processors.dry import Breakers, DryPenalty
 from hfgen.logits.processors.repetition import (
     Counted,
@@ -287,7 +288,7 @@ def test_padding_that_is_not_among_the_ids_spares_no_token(
             first = {"input_ids": part[:, :n], "attention_mask": shown[:, :n]}
             positions = (shown[:, :n].cumsum(1) - 1).clamp(min=0)
             model(**first, position_ids=positions, past_key_values=cache)
-            prompt = {"input_ids": part[:, n:], "past_key_values": cache}
+            prompt = {"input_ids": part[:, n:], CACHE: cache}
         tokens = model.generate(**prompt, attention_mask=shown, **asked)[-1].tolist()
         return tokens[-30:]
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import hfgen
 from hfgen.decoding.strategies import Sample
+from hfgen.families import CACHE
 from hfgen.memory import fingerprint
 from hfgen.memory.caches.dynamic import GrowingCache
 from hfgen.running.prefix import cache as prefix_files
@@ -843,7 +844,7 @@ def test_max_bytes(value: Any, error: type[Exception]) -> None:
 
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "use_cache": {"use_cache": False},
-    "past_key_values": {"past_key_values": "empty"},
+    CACHE: {CACHE: "empty"},
     "cache_implementation": {"cache_implementation": "quantized"},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
@@ -861,8 +862,8 @@ def test_arguments_that_rule_prefixes_out(name: str) -> None:
 
     model, prefixes = llama(), hfgen.PrefixCache()
     call = {"input_ids": tokens(7)[None]} | GREEDY | CONTRADICTIONS[name]
-    if "past_key_values" in call:
-        call["past_key_values"] = DynamicCache(config=model.config)
+    if CACHE in call:
+        call[CACHE] = DynamicCache(config=model.config)
     with fed(model) as shapes, pytest.raises(ValueError, match=rf"`prefix_cache`.*{name}"):
         model.generate(**call, prefix_cache=prefixes)
     assert shapes == []
@@ -872,7 +873,7 @@ def test_arguments_that_rule_prefixes_out(name: str) -> None:
     ours = model.generate(**call)
     del model.prefix_cache
     assert sum(prefixes.stats.bypassed.values()) == 1
-    plain = model.generate(**{k: v for k, v in call.items() if k != "past_key_values"})
+    plain = model.generate(**{k: v for k, v in call.items() if k != CACHE})
     sequences = [out if isinstance(out, Tensor) else out.sequences for out in (ours, plain)]
     assert torch.equal(*sequences)
     assert prefixes.stats.bytes == 0

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.running import prompt_logits
 from hfgen.tools.evaluate.live_bytes import LiveBytes
 from tests import tiny
@@ -322,5 +323,5 @@ def test_a_cache_that_holds_tokens_is_refused(llama: Any) -> None:
     ids, cache = tiny.prompt(1), DynamicCache()
     options = {"prompt_logprobs": 1, "max_new_tokens": 1}
     decode(llama, {"input_ids": ids}, past_key_values=cache, **options)  # an empty one is not
-    with pytest.raises(ValueError, match="`past_key_values`"):
+    with pytest.raises(ValueError, match=f"`{CACHE}`"):
         decode(llama, {"input_ids": ids}, past_key_values=cache, **options)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import hfgen
 from hfgen import StreamEvent
+from hfgen.families import CACHE
 from tests import tiny
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.test_hooks import is_same
@@ -434,7 +435,7 @@ class Caches:
         self.handle = model.register_forward_pre_hook(self.note, with_kwargs=True)
 
     def note(self, model: Any, args: Any, kwargs: Any) -> None:
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         self.references[len(self.references)] = weakref.ref(cache)
 
     @property

@@ -38,9 +38,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import hfgen
 from hfgen.decoding.drafters.base import DraftContext
 from hfgen.decoding.drafters.translated import Row, UniversalDrafter
+from hfgen.families import CACHE
 from hfgen.state.text import Spelling, shared_tokens
 from tests.parity.family import seeded
 from tests.tiny import llama
+from tests.versions import with_cache
 
 #: Old sources of this project, which no change to the present ones changes.
 CORPUS = Path(__file__).parent / "golden" / "corpus.txt"
@@ -149,6 +151,7 @@ class Reader(PreTrainedModel, hfgen.GenerationMixin):
         self.forwarded = 0
         self.eval()
 
+    @with_cache
     def forward(
         self,
         input_ids: Tensor,
@@ -171,7 +174,7 @@ class Reader(PreTrainedModel, hfgen.GenerationMixin):
                 if text not in self.known:
                     self.known[text] = self.scores(text)
                 logits[row, position] = self.known[text]
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: past_key_values})
 
     def scores(self, text: str) -> Tensor:
         """The text's own next token first, then other ways to write what comes next."""

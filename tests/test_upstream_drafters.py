@@ -17,6 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 import hfgen
 from hfgen.decoding.drafters.upstream import SINGLE_POSITION
+from hfgen.families import CACHE
 from tests.drafting_models import with_diffusion, with_heads, with_single_position
 from tests.tiny import VOCAB, llama, prompt
 
@@ -317,7 +318,7 @@ def _errors(speculating: Any) -> dict[str, tuple[Any, dict[str, Any], type[Excep
         "heads, embeddings": (heads, {"use_mtp": True} | embeds, ValueError, "pass `input_ids`"),
         "heads, a cached prompt": (
             heads,
-            {"use_mtp": True, "past_key_values": cache},
+            {"use_mtp": True, CACHE: cache},
             ValueError,
             "holds 3 tokens",
         ),

@@ -1,11 +1,17 @@
 """Tests of what older versions of transformers and torch do otherwise."""
 
+import functools
+import inspect
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging import version
+
+from hfgen.families import CACHE
 
 INSTALLED = version.parse(transformers.__version__)
 IS_5_23 = version.parse("5.23.0") <= INSTALLED
@@ -13,6 +19,26 @@ IS_5_23 = version.parse("5.23.0") <= INSTALLED
 since_5_23 = pytest.mark.skipif(not IS_5_23, reason="transformers before 5.23 does this otherwise")
 IS_5_21 = version.parse("5.21.0") <= INSTALLED
 since_5_21 = pytest.mark.skipif(not IS_5_21, reason="some families are new in 5.21")
+
+FORMER = "past_key_values"  # the name of the cache before 5.24
+
+
+def with_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with its parameter ``past_key_values`` under the name of the installed transformers."""
+
+    @functools.wraps(function)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        if CACHE in kwargs:
+            kwargs[FORMER] = kwargs.pop(CACHE)
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    values = [
+        p.replace(name=CACHE) if p.name == FORMER else p for p in signature.parameters.values()
+    ]
+    renamed.__signature__ = signature.replace(parameters=values)  # type: ignore[attr-defined]
+    return renamed
+
 
 #: CPU builds of torch 2.6 do not tell how many objects hold a storage: layers then copy, and static caches get new
 #: memory in each call.

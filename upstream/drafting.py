@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, MaxLengthCriteria
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from .models import bart, byte_tokenizer, gpt2, llama, prompt
 from .table import defect
@@ -282,7 +283,7 @@ def keys_that_a_hook_drops() -> None:
     """A hook that drops keys of the prompt does not change the tokens of drafting, or is refused"""
 
     def drop(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        layer, n_fed = kwargs["past_key_values"].layers[module.layer_idx], output[0].shape[1]
+        layer, n_fed = kwargs[ALL_CACHE_NAMES[0]].layers[module.layer_idx], output[0].shape[1]
         if layer.keys.shape[-2] == n_fed:
             layer.keys, layer.values = (x[:, :, n_fed // 2 :] for x in (layer.keys, layer.values))
 

@@ -172,8 +172,8 @@ def stop_strings_and_a_strict_forward() -> None:
     """`stop_strings` work with a forward that takes no other kwargs"""
 
     class Strict(LlamaForCausalLM):
-        def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None):  # type: ignore  # fmt: skip
-            arguments = (input_ids, attention_mask, position_ids, past_key_values)
+        def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None, cache=None):  # type: ignore  # fmt: skip
+            arguments = (input_ids, attention_mask, position_ids, past_key_values or cache)
             return super().forward(*arguments, use_cache=use_cache)
 
     model = llama(Strict, vocab_size=259)

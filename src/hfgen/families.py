@@ -26,12 +26,8 @@ from transformers.utils import TransformersKwargs
 #: The name of exact attention in configs, and the keys of one of its blocks.
 EXACT_ATTENTION, EXACT_KEYS = "hfgen_exact", 512
 
-#: The name under which forwards take and return the KV cache.
-CACHE = (
-    "cache"
-    if version.parse(transformers.__version__) >= version.parse("5.24.0")
-    else "past_key_values"
-)
+#: The name under which forwards take and return the KV cache: ``past_key_values`` before transformers 5.24.
+CACHE: str = ALL_CACHE_NAMES[0]
 #: Its names in older code.
 FORMER_NAMES = {"past_key_values", "cache_params"} if CACHE == "cache" else set()
 

@@ -11,8 +11,10 @@ from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LlamaFo
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hfgen.families import CACHE
 from tests.parity.decoder_families import SIZES, VOCAB
 from tests.parity.family import MODES, Family, Inputs, seeded, sharpen, text_prompt
+from tests.versions import with_cache
 
 
 class Bare(GenerationMixin):
@@ -40,6 +42,7 @@ class BareModule(nn.Module, Bare):
         self.layers, self.head, self.config = inner.model, inner.lm_head, inner.config
         self.generation_config = GenerationConfig.from_model_config(inner.config)
 
+    @with_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -51,7 +54,7 @@ class BareModule(nn.Module, Bare):
         outputs = self.layers(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
         return CausalLMOutputWithPast(
             logits=self.head(outputs.last_hidden_state),
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs[CACHE]},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -71,6 +74,7 @@ class Session(Bare):
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
         return self.forward(*args, **kwargs)
 
+    @with_cache
     def forward(
         self,
         input_ids: Tensor,
@@ -83,8 +87,9 @@ class Session(Bare):
         flat = sum(past_key_values or (), ())
         logits, *states = self.run(input_ids, attention_mask, position_ids, *flat)
         layers = tuple((states[i], states[i + 1]) for i in range(0, len(states), 2))
-        return CausalLMOutputWithPast(logits=logits, past_key_values=layers if use_cache else None)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: layers if use_cache else None})
 
+    @with_cache
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
@@ -93,7 +98,7 @@ class Session(Bare):
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=input_ids.shape[1] - n_cached,
-            past_key_values=past_key_values,
+            **{CACHE: past_key_values},
             **kwargs,
         )
 

@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 import hfgen
 from hfgen import families
 from hfgen.decoding.modes import MODES
+from hfgen.families import CACHE
 from hfgen.memory.caches import growing
 from tests import SHIPPED
 from tests.parity.family import Family
@@ -295,8 +296,8 @@ def _implausible(case: Case, plain: Outcome, packed: Outcome) -> list[str]:
     if not isinstance(fields, ModelOutput):
         return found
     is_as_long = a.shape[1] == length and case.mode not in BEAMS  # whose steps are not their length
-    if is_as_long and (cache := fields.get("past_key_values")) is not None:
-        expected = _length(plain.returned["past_key_values"])
+    if is_as_long and (cache := fields.get(CACHE)) is not None:
+        expected = _length(plain.returned[CACHE])
         if _length(cache) != expected:
             found.append(f"a cache of {_length(cache)} tokens, not {expected}")
     scores = fields.get("scores")
@@ -332,11 +333,11 @@ def feed_back(cached: Cached, with_cache: bool) -> Amend:
                 do_sample=False,
                 return_dict_in_generate=True,
             )
-        ids, cache = (first[settings["by"]][key] for key in ("sequences", "past_key_values"))
+        ids, cache = (first[settings["by"]][key] for key in ("sequences", CACHE))
         new = call.random_ids(cached.case.rows, settings["n_new"])
         ids = torch.cat([ids, new], dim=1)
         if with_cache:
-            call.kwargs["past_key_values"] = cache
+            call.kwargs[CACHE] = cache
         if call.model.config.is_encoder_decoder:
             call.kwargs["decoder_input_ids"] = ids
             # Without a mask as long as the ids, upstream takes all of them for new ones.

@@ -36,6 +36,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from hfgen.families import CACHE
 from tests.parity.family import MODES, Family, Limit
 from tests.versions import IS_5_23
 
@@ -373,7 +374,7 @@ def _user_cache(call: Call, how: str) -> None:
     cache = (
         EncoderDecoderCache(build(), DynamicCache(config=call.text_config)) if seq2seq else build()
     )
-    call.kwargs["past_key_values"] = cache
+    call.kwargs[CACHE] = cache
 
 
 def _continue(call: Call, how: str) -> None:
@@ -386,7 +387,7 @@ def _continue(call: Call, how: str) -> None:
         past_key_values=cache,
         use_cache=True,
     )
-    call.kwargs["past_key_values"] = cache
+    call.kwargs[CACHE] = cache
     call.kwargs["attention_mask"] = mask
     if how == "new":
         call.kwargs["input_ids"] = ids[:, -2:].clone()
@@ -433,7 +434,7 @@ def _invalid(call: Call, what: str) -> None:
         _user_cache(call, "dynamic")
         kwargs["cache_implementation"] = "dynamic"
     elif what == "tuple cache":
-        kwargs["past_key_values"] = ((torch.zeros(1, 1, 1, 1),) * 2,)
+        kwargs[CACHE] = ((torch.zeros(1, 1, 1, 1),) * 2,)
     elif what == "mask of three dimensions":
         kwargs["attention_mask"] = torch.ones(call.case.rows, 1, call.ids.shape[1])
     elif what == "stop strings without tokenizer":

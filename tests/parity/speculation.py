@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hfgen.decoding.drafters.base import Acceptance, Draft, DraftContext, Drafter
 from hfgen.decoding.drafters.memory import SuffixMemory
+from hfgen.families import CACHE
 from hfgen.memory.caches.growing import padded
 from hfgen.memory.caches.layers import decoder_cache
 from tests.parity.family import Limit
@@ -270,9 +271,7 @@ def differences(case: Case, plain: Outcome, drafted: Outcome, tolerance: float) 
             fill_convolutions(outcome)
             if hides_states(case) and not isinstance(outcome.returned, Tensor):
                 outcome.returned = {
-                    name: value
-                    for name, value in outcome.returned.items()
-                    if name != "past_key_values"
+                    name: value for name, value in outcome.returned.items() if name != CACHE
                 }
     return compare(plain, drafted, tolerance)
 
@@ -282,7 +281,7 @@ def fill_convolutions(outcome: Outcome) -> None:
 
     With drafts, transformers keeps the columns of the text alone. Its convolution pads them with zeros.
     """
-    cache = getattr(outcome.returned, "past_key_values", None)
+    cache = getattr(outcome.returned, CACHE, None)
     for layer in getattr(decoder_cache(cache), "layers", []):
         for index, states in getattr(layer, "conv_states", {}).items():
             if states is not None and (width := layer.conv_kernel_size[index]):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hfgen.families import CACHE
 from tests.parity.family import MODES
 from tests.parity.harness import (
     FAMILIES,
@@ -75,7 +76,7 @@ def test_tokens_scores_and_fields_are_compared(outcome: Outcome) -> None:
 def test_cache_is_compared(outcome: Outcome) -> None:
     other = run(upstream("llama"), replace(CASE, options={**CASE.options, "max_new_tokens": 4}))
     shorter = changed(outcome, past_key_values=other.returned.past_key_values)
-    assert any("past_key_values.length" in line for line in compare(outcome, shorter))
+    assert any(f"{CACHE}.length" in line for line in compare(outcome, shorter))
 
 
 @pytest.mark.parametrize(

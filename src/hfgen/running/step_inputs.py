@@ -68,7 +68,8 @@ def prepare_inputs_for_generation(
     ``next_sequence_length``. Embeddings take the place of ids in the first forward only. For a
     compilable cache the mask becomes four-dimensional. Other kwargs are passed on.
     """
-    cache = kwargs.pop("past_key_values", cache)  # its name before transformers 5.24
+    former = kwargs.pop("past_key_values", None)  # its name before transformers 5.24
+    cache = former if cache is None else cache
     is_encoder_decoder = self.config.is_encoder_decoder
     prefix = "decoder_" if is_encoder_decoder else ""
     ids_name, positions_name = prefix + "input_ids", prefix + "position_ids"
