@@ -28,8 +28,9 @@ EXACT_ATTENTION, EXACT_KEYS = "hfgen_exact", 512
 
 #: The name under which forwards take and return the KV cache: ``past_key_values`` before transformers 5.24.
 CACHE: str = ALL_CACHE_NAMES[0]
-#: Its names in older code.
-FORMER_NAMES = {"past_key_values", "cache_params"} if CACHE == "cache" else set()
+IS_5_24 = CACHE == "cache"
+#: The cache's names in older code.
+FORMER_NAMES = {"past_key_values", "cache_params"} if IS_5_24 else set()
 
 #: Cache layers that hold nothing, since they read another layer's keys: since transformers 5.23.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -171,7 +172,7 @@ def penalty_spares_padding() -> bool:
 
 def cache_argument(model: Any) -> str:
     """The name under which forward takes the cache: before transformers 5.24, Mamba's is another one."""
-    is_mamba = CACHE != "cache" and "mamba" in type(model).__name__.lower()
+    is_mamba = not IS_5_24 and "mamba" in type(model).__name__.lower()
     return "cache_params" if is_mamba else CACHE
 
 

@@ -95,7 +95,7 @@ def prepare_inputs_for_generation(
     if (
         isinstance(cache, Cache)
         and cache.is_compileable
-        and not (CACHE == "cache" and all(cache.is_linear))  # since transformers 5.24
+        and not (families.IS_5_24 and all(cache.is_linear))
         and (mask is None or mask.ndim == 2)
     ):
         create_masks = getattr(self, "create_masks_for_generate", create_masks_for_generate)

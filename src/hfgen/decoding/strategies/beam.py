@@ -136,6 +136,9 @@ class Beam(NextToken):
         elif run.config.do_sample:
             step = run.ids.shape[1] - self.prompt_length
             index = self.invalid.draw(totals, self.n_candidates, step)
+            if families.IS_5_24:  # before, in the order in which they were drawn
+                order = totals.gather(1, index).argsort(descending=True)
+                index = index.gather(1, order)
         else:
             index = self.likeliest(run, totals)
         return self.continued(run, totals, index, searches)

@@ -16,6 +16,7 @@ import torch
 from transformers import EtaLogitsWarper, GenerationMixin
 from transformers.generation import logits_process as upstream
 
+from ... import families
 from ...settings.fields import sampler_fields
 from ..grammar import processor as grammar
 from ..thinking import thinking_budget
@@ -57,6 +58,17 @@ DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_bre
 DYNATEMP = ("temperature", "dynatemp_exponent")
 XTC = ("xtc_threshold",)
 THINKING = ("thinking_start", "thinking_end", "thinking_message")
+
+
+def _prefix_constraint(context: Context) -> Any:
+    if not (function := context.prefix_allowed_tokens_fn):
+        return None
+    n_rows = context.config.num_beams
+    if families.IS_5_24:
+        n_rows = max(n_rows, context.config.num_return_sequences)
+    return upstream.PrefixConstrainedLogitsProcessor(function, n_rows)
+
+
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
     Row("guidance_scale", guidance, 1.0, neutral=1.0),
@@ -75,11 +87,7 @@ PROCESSORS: list[Builder] = [
     Row("min_length", vocabulary.min_length, 0, lambda n: n < 0, neutral=0, reads=ENDING),
     Row("min_new_tokens", vocabulary.min_new_tokens, 0, lambda n: n < 0, neutral=0, reads=ENDING),
     Row("min_tokens", vocabulary.min_new_tokens, 0, lambda n: n < 0, neutral=0, reads=ENDING),
-    lambda c: (
-        upstream.PrefixConstrainedLogitsProcessor(c.prefix_allowed_tokens_fn, c.config.num_beams)
-        if c.prefix_allowed_tokens_fn
-        else None
-    ),
+    _prefix_constraint,
     Row("grammar", grammar.grammar, of_all=True),
     Row("forced_bos_token_id", lambda token, c: upstream.ForcedBOSTokenLogitsProcessor(token)),
     Row(
