@@ -14,6 +14,7 @@ from packaging import version
 from hfgen.families import CACHE
 
 INSTALLED = version.parse(transformers.__version__)
+IS_5_24 = version.parse("5.24.0") <= INSTALLED
 IS_5_23 = version.parse("5.23.0") <= INSTALLED
 
 since_5_23 = pytest.mark.skipif(not IS_5_23, reason="transformers before 5.23 does this otherwise")

@@ -194,6 +194,11 @@ def given_cache(model_kwargs: dict[str, Any]) -> Any:
     return None
 
 
+def repeats_layers(config: Any) -> bool:
+    """Whether a forward runs layers several times, and appends cache layers for the later times."""
+    return any("loop" in name for name in vars(config))
+
+
 def makes_its_own_cache(class_name: str) -> bool:
     """Whether the model builds a cache that is no ``Cache`` by itself."""
     # MiniMax's first release does; M2 and M3 are ordinary attention models.

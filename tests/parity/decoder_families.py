@@ -422,6 +422,13 @@ ROWS: list[Family] = [
         unsupported=NO_STATIC,
     ),
     text("jetmoe", "JetMoe"),
+    text(
+        "lara_mini",
+        "LaraMini",
+        layer_types=["linear_attention", *SLIDING],
+        num_hidden_layers=3,
+        unsupported=STATEFUL,
+    ),
     text("kolibri1", "Kolibri1", layer_types=SLIDING),
     text("laguna", "Laguna", layer_types=SLIDING),
     text("mellum", "Mellum", layer_types=SLIDING, seed=6),
@@ -637,6 +644,37 @@ ROWS: list[Family] = [
         seed=7,
         unsupported=NO_STATIC | NO_EMBEDS | {"assisted": "byte patches are not rolled back"},
     ),
+    # layers that are run several times
+    *(
+        text(
+            name,
+            "Dory",
+            layer_types=[*SLIDING, *SLIDING],
+            num_hidden_layers=4,
+            n_input_layers=1,
+            n_output_layers=1,
+            recurrent_kv_cache_mode=mode,
+        )
+        for name, mode in (("dory", "per_loop"), ("dory_last_loop", "last_loop"))
+    ),
+    text(
+        "inkling2_loop_text",
+        "Inkling2Loop",
+        config="TextConfig",
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        num_hidden_layers=4,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=8,
+        rel_extent=16,
+        unpadded_vocab_size=VOCAB,
+        n_layers_per_attn_res_block=1,
+        loop_layer_index_start=1,
+        loop_layer_index_end=3,
+        loop_num_passes=2,
+        loop_gate_rank=8,
+        unsupported=NO_STATIC,
+    ),
     # caches under other names
     text(
         "reformer",
@@ -662,6 +700,7 @@ ROWS: list[Family] = [
         seed=6,
         unsupported=OWN_CACHE | NO_EMBEDS,
     ),
+    text("apertus1p5_text", "Apertus1p5Text", output_vocab_size=90, seed=1),
     # encoders and decoders of other architectures as language models
     text("bart", "Bart", init_std=0.2, seed=3),
     text("bert", "Bert", "LMHeadModel", initializer_range=0.2, seed=3),

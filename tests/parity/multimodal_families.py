@@ -38,6 +38,7 @@ from tests.parity.encoder_families import (
     UNSPLIT,
     VIT,
     VOCAB,
+    WAV2VEC2,
     MakeMedia,
     Sizes,
     audio,
@@ -209,6 +210,9 @@ IMAGES: list[Family] = [
     vision("hyperclovax_vision_v2", "HyperCLOVAXVisionV2", within(patches, 4), QWEN | {
         "text_config": like("hyperclovax"), "tie_word_embeddings": False, "vision_config": like("qwen2_5_vl_vision", QWEN_VIT,
         window_size=16, fullatt_block_indexes=[1])}, seed=11, unsupported=NO_PLACES),
+    vision("hy_v4_vl", "HYV4VL", within(patch_rows(48), 6, "mm_token_type_ids"), QWEN | {
+        "text_config": LATENT | {"rope_parameters": QWEN_TEXT["rope_parameters"], "head_dim": 8},
+        "vision_config": VIT | {"out_hidden_size": 16, "max_image_size": 16}}, seed=1, unsupported=NO_PLACES | DRAFTS),
     vision("hunyuan_vl", "HunYuanVL", within(patch_rows(48), 8), QWEN | {"vision_config": VIT |
         {"out_hidden_size": 16, "text_hidden_size": 16, "max_image_size": 16,
         "min_image_size": 8, "max_vit_seq_len": 16, "img_max_token_num": 16}},
@@ -370,6 +374,10 @@ SOUNDS: list[Family] = [
         "semantic_tokenizer_encoder_config": TOKENIZER |
         {"model_type": "vibevoice_acoustic_tokenizer_encoder"}, "audio_bos_token_id": 60,
         "audio_eos_token_id": 61, "acoustic_tokenizer_chunk_size": 16}, seed=2, unsupported=NO_PLACES | UNSPLIT),
+    speech("omniasr", "OmniASR", within(samples(36, 1), 3), SOUND | {"initializer_range": 0.35,
+        "text_config": like("llama"), "audio_config": {key: value for key, value in WAV2VEC2.items()
+        if key != "num_feat_extract_layers"} | {"initializer_range": 0.35}}, seed=1,
+        unsupported=NO_PLACES),
     audio("clvp", "Clvp", only(conditioning), SPECIAL | {"bos_token_id": 6, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "n_inner": 32,
         "max_position_embeddings": 64, "max_text_tokens": 64, "num_mel_attn_blocks": 1}, head="ForCausalLM",
         config_class="ClvpDecoderConfig", seed=1, unsupported=NO_IDS | BLIND | DRAFTS),

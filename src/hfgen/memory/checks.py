@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from .. import families
-from ..families import CACHE
+from ..families import CACHE, repeats_layers
 from ..state.call import Call, Prompt
 from .caches import layers as cache_layers
 
@@ -45,10 +45,11 @@ def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
             )
     # A model's own class of cache decides how many layers it has.
     if decoder.layers and not cache_layers.is_foreign_part(decoder):
-        expected = len(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
-        if expected and len(decoder.layers) != expected:
+        config = model.config.get_text_config(decoder=True)
+        expected, found = len(DynamicCache(config=config).layers), len(decoder.layers)
+        if expected and found != expected and not (found > expected and repeats_layers(config)):
             raise ValueError(
-                f"`{name}` has {len(decoder.layers)} layers, but {type(model).__name__} has {expected} that "
+                f"`{name}` has {found} layers, but {type(model).__name__} has {expected} that "
                 "keep states. It was filled by, or made for, another model."
             )
     # Without a mask over all tokens, ids begin with the first one.

@@ -158,7 +158,8 @@ def update_model_kwargs_for_generation(
     num_new_tokens: int = 1,
 ) -> ModelKwargs:
     """Take the cache from ``outputs``; add ``num_new_tokens`` to mask, positions and token types."""
-    for name in ALL_CACHE_NAMES:
+    # Since transformers 5.24, models with caches of other names take those themselves.
+    for name in (CACHE,) if families.IS_5_24 else ALL_CACHE_NAMES:
         if name in outputs:
             # XLNet and Reformer return their caches under names that they do not take them by.
             is_renamed = name in ("past_buckets_states", "mems")
