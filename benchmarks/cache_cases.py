@@ -270,7 +270,7 @@ def _decoding(subject: Subject, context: int, rows: int, size: Size) -> Work:
             if library == "hfgen"
             else DynamicCache(config=config)
         )
-        return prompted(ids, n, past_key_values=fill(empty, config, context, rows))
+        return prompted(ids, n, **{CACHE: fill(empty, config, context, rows)})
 
     def floor() -> Floor:
         return Floor(None, n * forward_seconds(subject, rows, 1, context, size.repeat))

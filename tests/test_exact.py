@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import (
     CompileConfig,
@@ -306,7 +306,10 @@ def test_calls_that_would_not_be_exact_raise(model: Any) -> None:
     adapter = LoraConfig(r=2, target_modules=["q_proj"])
     changes: list[tuple[Callable[[Any], Any], str]] = [
         (lambda model: model.resize_token_embeddings(99), "lm_head' has been added since"),
-        (lambda model: model.add_adapter(adapter), "q_proj.base_layer' has been added since"),
+        (
+            lambda model: inject_adapter_in_model(adapter, model),
+            "q_proj.base_layer' has been added since",
+        ),
         (compiled_by_torch, "model.layers.0' has been compiled since"),
         (with_another_forward, "model.layers.0.mlp' got another forward since"),
         (with_a_hook, r"with_a_hook.<locals>.<lambda> is not known to compute each row by itself"),

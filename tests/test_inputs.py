@@ -11,6 +11,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from hfgen import GenerationMixin
+from hfgen.families import CACHE
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ class TestPositions:
 
     def test_they_cover_the_cache(self):
         cache = SimpleNamespace(get_seq_length=lambda: 2)
-        assert self.positions(torch.zeros(5, 3), past_key_values=cache) == [[0, 1, 2, 3, 4]]
+        assert self.positions(torch.zeros(5, 3), **{CACHE: cache}) == [[0, 1, 2, 3, 4]]
 
     def test_they_follow_ids_beside_embeddings(self):
         assert self.positions(torch.zeros(1, 9, 4), input_ids=torch.zeros(1, 2)) == [[0, 1]]

@@ -26,6 +26,7 @@ from hfgen.running.padding import hides_padding
 from hfgen.state.call import Request
 from tests import SHIPPED, tiny
 from tests.parity.decoder_families import DECODER_FAMILIES
+from tests.versions import IS_5_24
 
 DECODERS = {family.name: family for family in DECODER_FAMILIES}
 
@@ -264,7 +265,7 @@ def layers_length(batch: Batch) -> list[Any]:
         ("minimax_m3_vl_text", "a MiniMaxM3VLSparseCacheLayer"),
         ("blt", "without `encoder_outputs`"),
         ("rwkv", "`state`"),
-        ("xlstm", "`cache_params`"),
+        ("xlstm", "`cache" if IS_5_24 else "`cache_params`"),
     ],
 )
 def test_what_is_not_declared_is_refused_by_name(family: str, match: str) -> None:

@@ -17,7 +17,7 @@ from learn.generate import Config, generate
 from tests.parity.decoder_families import DECODER_FAMILIES, ROWS
 from tests.parity.family import Limit
 from tests.parity.harness import FAMILIES, quiet, upstream
-from tests.versions import IS_5_23
+from tests.versions import IS_5_23, IS_5_24
 
 #: Decoder-only families whose tokens are not the twin's, and why.
 FORCED = (
@@ -48,6 +48,8 @@ LEFT_OUT = {
 }
 if not IS_5_23:
     LEFT_OUT["recurrent_gemma"] = "before 5.23, it makes masks that are shorter than its keys"
+if IS_5_24:
+    LEFT_OUT["xlstm"] = OWN_CACHE
 PASSING = [family.name for family in DECODER_FAMILIES if family.name not in LEFT_OUT]
 
 LEARN = Path(learn.generate.__file__).parent
@@ -121,6 +123,8 @@ def test_tokens_of_transformers_after_each_lesson(number: int) -> None:
 
 @pytest.mark.parametrize("mode", ["early", "never", "beam sample"])
 def test_beams_of_all_kinds(mode: str) -> None:
+    if IS_5_24 and mode == "beam sample":
+        pytest.skip(reason="transformers 5.24 sorts what it has drawn, the twin does not")
     for family in SOME:
         for twin in (lessons.modules()[0], lessons.modules()[-1]):
             check(twin, family, (mode, True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import warnings
@@ -74,7 +75,7 @@ def test_gradients_flow_through_scores(options: dict[str, Any], rows: int) -> No
     grads = []
     is_own = not hasattr(transformers.GenerationConfig(), next(iter(options)))
     for model in (tiny.llama(), hfgen.mix_into(tiny.llama()))[is_own:]:
-        output = type(model).generate.__wrapped__(
+        output = inspect.unwrap(type(model).generate)(
             model,
             tiny.prompt(rows),
             max_new_tokens=4,

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.memory.caches import pool, static_layers
 from hfgen.memory.caches.layers import layers_of
 from hfgen.memory.caches.pool import CacheBuffers, Pool, Size, pool_of
@@ -203,9 +204,9 @@ def test_a_tensor_that_somebody_kept_is_not_overwritten(model):
 def test_a_cache_that_a_callable_kept_is_not_overwritten(model):
     kept = []
 
-    def decode(model: Any, input_ids: Tensor, past_key_values: Any, **_: Any) -> Tensor:
-        model(input_ids, past_key_values=past_key_values)
-        kept.append(past_key_values)
+    def decode(model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        model(input_ids, **{CACHE: kwargs[CACHE]})
+        kept.append(kwargs[CACHE])
         return input_ids
 
     model.generate(tiny.prompt(2), custom_generate=decode, max_new_tokens=5, **STATIC)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -174,16 +173,6 @@ def cache_argument(model: Any) -> str:
     """The name under which forward takes the cache: before transformers 5.24, Mamba's is another one."""
     is_mamba = not IS_5_24 and "mamba" in type(model).__name__.lower()
     return "cache_params" if is_mamba else CACHE
-
-
-def rename_cache(kwargs: dict[str, Any]) -> None:
-    """Put the cache under its name of today, with a warning."""
-    for name in FORMER_NAMES & kwargs.keys():
-        text = (
-            f"`{name}` is called `{CACHE}` since transformers 5.24: pass the cache under that name."
-        )
-        warnings.warn(text, FutureWarning, stacklevel=4)
-        kwargs.setdefault(CACHE, kwargs.pop(name))
 
 
 def given_cache(model_kwargs: dict[str, Any]) -> Any:

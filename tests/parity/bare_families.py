@@ -54,7 +54,7 @@ class BareModule(nn.Module, Bare):
         outputs = self.layers(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
         return CausalLMOutputWithPast(
             logits=self.head(outputs.last_hidden_state),
-            **{CACHE: outputs[CACHE]},
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

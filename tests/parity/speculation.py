@@ -173,6 +173,7 @@ NO_EARLY_EXIT = {
         ),
         "its last layers have no keys of their own": "gemma3n_text gemma4_text",
         "it runs as many layers as another config says": "git",
+        "its layers are run several times": "dory dory_last_loop inkling2_loop_text",
         "its first layers are convolutions, which know no length": "lfm2 lfm2_moe lfm2_vl lfm3",
     }.items()
     for name in names.split()

@@ -116,7 +116,8 @@ def test_a_family_has_the_same_weights_on_every_build_and_tokens_that_lead_clear
         assert weight.dtype == torch.float32 or not weight.is_floating_point(), name
         assert weight.equal(others[name]), name
 
-    if family.name not in NO_LOGITS:
+    # XLM feeds a mask token at each step; since 5.24 it keeps these in its cache, and its logits become constant.
+    if family.name not in NO_LOGITS and not (IS_5_24 and family.name == "xlm"):
         can_pad = family.kind == "decoder" and "padding" not in family.unsupported
         for seed, padded in ((0, False), (1, can_pad)):
             assert leads(family, model, padded, seed).min() >= MARGIN

@@ -32,7 +32,7 @@ def prepare(
     ``RankError`` for those of other processes that forward the model together with this one.
     """
     if families.FORMER_NAMES & request.kwargs.keys():
-        families.rename_cache(request.kwargs)
+        request.rename_cache()
     # Arguments of the caller's function and of the model that only share a name with hfgen's.
     of_callable: dict[str, Any] = {}
     of_model: dict[str, Any] = {}

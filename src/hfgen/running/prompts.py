@@ -64,8 +64,8 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
         and all(isinstance(value, torch.Tensor | tuple | ModelOutput | None) for value in others)
     ):
         del spare
-        if (cache := outputs.get(CACHE)) is not None:
-            layers.repeat(cache, prompts)
+        if CACHE in outputs or layers.count(cache) is not None:  # XLM fills it, and returns none
+            layers.repeat(outputs.get(CACHE, cache), prompts)
             run.shares_prompts = True
 
         # Without a cache, the model forwards all ids again at the next step.
@@ -73,9 +73,12 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
             return part.repeat_interleave(shared.n, dim=dim)
 
         map_outputs(outputs, repeat, families.rows_of_states(run.model))
-        # Idefics feeds its images again.
+        # Idefics feeds its images again: since transformers 5.24, all images of all rows, one after the other.
         if isinstance(images := outputs.get("image_hidden_states"), torch.Tensor):
             outputs["image_hidden_states"] = repeat(images, 0)
+        elif run.model.config.model_type == "idefics" and (images := outputs.get("image_outputs")):
+            of_rows = images.last_hidden_state.unflatten(0, (len(shared.ids), -1))
+            images.last_hidden_state = repeat(of_rows, 0).flatten(0, 1)
         return outputs
     set_generator_states(device, before)
     _NOT_SHARED.add(type(run.model))

@@ -8,7 +8,7 @@ import warnings
 from packaging.specifiers import SpecifierSet
 
 #: The versions of transformers that the tests run with. A newer one installs, and works as far as nothing moved in it.
-TESTED = SpecifierSet(">=5.19,<5.24", prereleases=True)
+TESTED = SpecifierSet(">=5.19,<5.25", prereleases=True)
 
 
 class UntestedVersionWarning(UserWarning):

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +91,7 @@ class Assisted:
         #: Whether the tokens do not depend on what is drafted.
         self.is_free_of_drafts = run.row_choice is not None or not (config.do_sample or weight)
         self.overrides = self.drafter.forward_arguments  # the drafter's arguments of the forward
-        self.executor = Executor(run, may_record=True)
+        self.executor = Executor(run, may_compile=families.IS_5_24, may_record=True)
         self.cache: Any = run.model_kwargs.get(CACHE)
         _check_cache(run, self.cache)
         self.keeps_all_tokens = layers.keeps_all_tokens(self.cache)
@@ -153,7 +153,9 @@ class Assisted:
         ranks.wait(run)
         ids, is_first = self.rows.tokens[:, : start + self.n_new], self.is_first
         self.is_first = False
-        return self.executor.verify(run, ids, self.n_new, is_first=is_first, **self.overrides)
+        is_plain = is_first or not families.IS_5_24
+        with nullcontext() if is_plain else run.model._optimize_model_for_decode():
+            return self.executor.verify(run, ids, self.n_new, is_first=is_first, **self.overrides)
 
     def make_draft(self, run: Run, start: int) -> None:
         """Write drafted tokens behind the known ones; set how many tokens are new to the cache."""

@@ -133,12 +133,10 @@ class Beam(NextToken):
         if run.row_choice is not None:
             choice = run.row_choice.of_prompts(searches)
             index = self.likeliest(run, choice.perturbed(totals, run.ids.shape[1]))
+            index = self.by_score(totals, index)
         elif run.config.do_sample:
             step = run.ids.shape[1] - self.prompt_length
-            index = self.invalid.draw(totals, self.n_candidates, step)
-            if families.IS_5_24:  # before, in the order in which they were drawn
-                order = totals.gather(1, index).argsort(descending=True)
-                index = index.gather(1, order)
+            index = self.by_score(totals, self.invalid.draw(totals, self.n_candidates, step))
         else:
             index = self.likeliest(run, totals)
         return self.continued(run, totals, index, searches)
@@ -165,10 +163,22 @@ class Beam(NextToken):
             self.end(is_invalid[:, None])
             scores = scores.masked_fill(is_invalid[searches, None], 2 * NEG_INF)
         if self.n_per_prompt is not None:
-            n_per_prompt = torch.tensor(self.n_per_prompt, device=index.device)[:, None]
-            is_beyond = torch.arange(index.shape[1], device=index.device) >= n_per_prompt
-            is_done = is_done | is_beyond
+            is_done = is_done | self.is_beyond(index)
         return Hypotheses(ids, parents, scores, is_done)
+
+    def by_score(self, totals: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """The draws ``index (batch, n)``, the best first; before transformers 5.24, as they were drawn."""
+        if not families.IS_5_24:
+            return index
+        scores = totals.gather(1, index)
+        if self.n_per_prompt is not None:
+            scores = scores.masked_fill(self.is_beyond(index), -torch.inf)
+        return index.gather(1, scores.argsort(descending=True))
+
+    def is_beyond(self, index: torch.Tensor) -> torch.Tensor:
+        """Which of the continuations ``index (batch, n)`` are more than those of a prompt."""
+        n_per_prompt = torch.tensor(self.n_per_prompt, device=index.device)[:, None]
+        return torch.arange(index.shape[1], device=index.device) >= n_per_prompt
 
     def end(self, searches: torch.Tensor) -> None:
         self.is_over, self.can_improve = self.is_over | searches, self.can_improve & ~searches

@@ -65,7 +65,7 @@ def _prefix_constraint(context: Context) -> Any:
         return None
     n_rows = context.config.num_beams
     if families.IS_5_24:
-        n_rows = max(n_rows, context.config.num_return_sequences)
+        n_rows = max(n_rows or 1, context.config.num_return_sequences or 1)
     return upstream.PrefixConstrainedLogitsProcessor(function, n_rows)
 
 
