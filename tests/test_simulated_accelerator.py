@@ -23,7 +23,7 @@ from tests.parity.family import Family
 from tests.parity.harness import FAMILIES, ours, quiet
 from tests.parity.options import Recorder
 from tests.simulated_accelerator import DEVICE, Accelerator, Event, on_device, to_device, to_host
-from tests.versions import IS_5_23
+from tests.versions import IS_5_23, IS_5_24
 
 EOS = 3  # which no call here generates, unless it says so
 SHORT, LONG = 3, 9
@@ -524,6 +524,8 @@ NOT_SIMULATED = {
     }.items()
     for name in names.split()
 }
+if IS_5_24:
+    NOT_SIMULATED["hy_v4_vl"] = NOT_SIMULATED["qwen2_vl"]
 
 #: Families that have an EOS or a loop of their own, whatever the call says, so that each step reads.
 OWN_EOS = ("blip", "higgs_audio_v2", "janus", "whisper")

@@ -10,7 +10,6 @@ import transformers
 from torch import nn
 
 from tests.parity.family import MODES, Family, Inputs, seeded, sharpen, text_prompt
-from tests.versions import IS_5_24
 
 VOCAB = 96
 
@@ -756,35 +755,25 @@ ROWS: list[Family] = [
     text("xmod", "Xmod", default_language="en_XX", initializer_range=0.2, seed=1),
 ]
 
-#: Families whose forward raises with the installed transformers: reason.
-BROKEN = (
-    {"llama4": "its forward reads images, of which its text model knows nothing"} if IS_5_24 else {}
-)
 INSTALLED = set(dir(transformers))
-DECODER_FAMILIES: list[Family] = [
-    row for row in ROWS if row.build.model in INSTALLED and row.name not in BROKEN
-]
+DECODER_FAMILIES: list[Family] = [row for row in ROWS if row.build.model in INSTALLED]
 
 #: Families that transformers loads as causal language models and that are not here: reason.
-NOT_BUILT: dict[str, str] = (
-    {
-        row.name: f"transformers {transformers.__version__} does not have it yet"
-        for row in ROWS
-        if row.build.model not in INSTALLED
-    }
-    | BROKEN
-    | {
-        "fuyu": "reads images, see encoder_families",
-        "gemma3": "reads images, see encoder_families; its text decoder is gemma3_text",
-        "gemma3n": "its vision tower needs timm; its text decoder is gemma3n_text",
-        "gemma4": "reads images; its text decoder is gemma4_text",
-        "gemma4_unified": "reads images; its text decoder is gemma4_unified_text",
-        "gemma4_assistant": "drafts from the keys and values of a gemma4, cannot generate alone",
-        "gemma4_unified_assistant": "drafts from the keys and values of a gemma4_unified",
-        "git": "reads images, see encoder_families",
-        "got_ocr2": "reads images, see encoder_families",
-        "moss_transcribe_diarize": "reads sound; its text decoder is a qwen3",
-        "musicgen": "reads and writes sound codes, see encoder_families",
-        "musicgen_melody": "reads and writes sound codes, see encoder_families",
-    }
-)
+NOT_BUILT: dict[str, str] = {
+    row.name: f"transformers {transformers.__version__} does not have it yet"
+    for row in ROWS
+    if row.build.model not in INSTALLED
+} | {
+    "fuyu": "reads images, see encoder_families",
+    "gemma3": "reads images, see encoder_families; its text decoder is gemma3_text",
+    "gemma3n": "its vision tower needs timm; its text decoder is gemma3n_text",
+    "gemma4": "reads images; its text decoder is gemma4_text",
+    "gemma4_unified": "reads images; its text decoder is gemma4_unified_text",
+    "gemma4_assistant": "drafts from the keys and values of a gemma4, cannot generate alone",
+    "gemma4_unified_assistant": "drafts from the keys and values of a gemma4_unified",
+    "git": "reads images, see encoder_families",
+    "got_ocr2": "reads images, see encoder_families",
+    "moss_transcribe_diarize": "reads sound; its text decoder is a qwen3",
+    "musicgen": "reads and writes sound codes, see encoder_families",
+    "musicgen_melody": "reads and writes sound codes, see encoder_families",
+}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.models.bark.generation_configuration_bark import BarkSemanticGenerationConfig
 
 from tests.parity.family import MODES, Family, Inputs, Kind, seeded, sharpen, text_prompt
+from tests.versions import IS_5_24
 
 VOCAB = 64
 PAD, BOS, EOS, MEDIA, MEDIA2 = range(5)
@@ -1089,7 +1090,11 @@ def long_sound(rows: int, seed: int, frames: int = 100) -> Inputs:
 
 # -------------------------------------------------------------------------- what tests import
 
-ENCODER_FAMILIES: list[Family] = [*TEXT, *VISION, *SPEECH, *AUDIO]
+#: Its forward reads images from the output of its text model in 5.24, which has none.
+BROKEN = ("llama4",) if IS_5_24 else ()
+ENCODER_FAMILIES: list[Family] = [
+    row for row in (*TEXT, *VISION, *SPEECH, *AUDIO) if row.name not in BROKEN
+]
 
 #: Classes that are not here, each with the reason; for folders see ``test_families``.
 NOT_BUILT: dict[str, str] = {

@@ -15,6 +15,7 @@ from transformers import Cache, GenerationConfig
 from transformers import GenerationMixin as UpstreamMixin
 from transformers.utils import ModelOutput
 
+from .. import families
 from ..families import CACHE, parameters
 from ..memory.batch import Batch
 from ..memory.caches import layers
@@ -101,7 +102,9 @@ def verify(
         model_inputs["logits_to_keep"] = n_new + 1
     cache = model_inputs.get(CACHE)
     n_keys = layers.n_keys(cache)
-    outputs = execute(**model_inputs | overrides)
+    is_plain = is_first or not families.IS_5_24
+    with nullcontext() if is_plain else run.model._optimize_model_for_decode():
+        outputs = execute(**model_inputs | overrides)
     layers.check_growth(cache, n_keys, ids.shape[1] if n_fed is None else n_fed, run.model)
     if (n_positions := outputs.logits.shape[1]) <= n_new:
         raise RuntimeError(

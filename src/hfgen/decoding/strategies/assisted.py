@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -153,9 +153,7 @@ class Assisted:
         ranks.wait(run)
         ids, is_first = self.rows.tokens[:, : start + self.n_new], self.is_first
         self.is_first = False
-        is_plain = is_first or not families.IS_5_24
-        with nullcontext() if is_plain else run.model._optimize_model_for_decode():
-            return self.executor.verify(run, ids, self.n_new, is_first=is_first, **self.overrides)
+        return self.executor.verify(run, ids, self.n_new, is_first=is_first, **self.overrides)
 
     def make_draft(self, run: Run, start: int) -> None:
         """Write drafted tokens behind the known ones; set how many tokens are new to the cache."""
