@@ -28,7 +28,6 @@ FOLDERS_NOT_BUILT = {
     "lasr": "no decoding: an argmax of one forward pass",
 }
 if IS_5_24:
-    FOLDERS_NOT_BUILT["llama4"] = "its forward raises an AttributeError in 5.24"
     FOLDERS_NOT_BUILT["omniasr_ctc"] = "no decoding: an argmax of one forward pass"
 
 #: Smallest lead of the best token over the second: far above rounding errors (1e-5 at most).
