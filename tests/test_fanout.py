@@ -51,6 +51,23 @@ def test_images_of_a_prompt_stay_in_order() -> None:
     assert hfgen.mix_into(model).generate(**samples).tolist() == [*alone.tolist()] * 2
 
 
+@pytest.mark.parametrize("fraction", [0.25, 0.0])
+def test_rows_that_compete_for_experts_do_not_share_their_prompt(fraction: float) -> None:
+    """NLLB-MoE's experts take a fraction of a forward's tokens, of all rows together, or a fixed number."""
+    model = FAMILIES["nllb_moe"].build()
+    for module in model.modules():
+        if hasattr(module, "moe_eval_capacity_token_fraction"):
+            module.moe_eval_capacity_token_fraction = fraction
+            module.expert_capacity = 9
+    inputs = FAMILIES["nllb_moe"].inputs(model, 2, False, 0)
+    call = {**inputs, "decoder_input_ids": IDS, "num_beams": 3, "max_new_tokens": 4}
+    call |= {"return_dict_in_generate": True, "output_logits": True}
+    theirs = model.generate(**call)
+    mine = hfgen.mix_into(model).generate(**call)
+    assert torch.equal(mine.sequences, theirs.sequences)
+    torch.testing.assert_close(mine.logits, theirs.logits)
+
+
 MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "several of the beams": {"num_beams": 3, "num_return_sequences": 2},
