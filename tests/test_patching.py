@@ -1072,8 +1072,8 @@ def test_hfgens_own_options_with_such_a_class(family: Any, options: dict[str, An
 
 
 def test_what_such_a_class_lacks_is_named() -> None:
-    module, session = (hfgen.mix_into(family.build()) for family in BARE_FAMILIES)
-    for model in (module, session):
+    module, wrapper, session = (hfgen.mix_into(family.build()) for family in BARE_FAMILIES)
+    for model in (module, wrapper, session):
         with pytest.raises(ValueError, match="has none"):
             model.generate(IDS, dola_layers="low")
     with pytest.raises(TypeError, match="`model` has to be"):

@@ -520,7 +520,7 @@ NOT_SIMULATED = {
         "its own generate() calls ours once per token": "csm moshi_speech",
         "its own generate() returns no tokens": "pocket_tts vibevoice gradium_phonon_tts",
         "its encoder adds noise of torch's generator, which two calls draw anew": "vibevoice_asr",
-        "its class says that it is on the CPU, and inputs follow": "bare_module session",
+        "its class says that it is on the CPU, and inputs follow": "bare_module wrapper session",
     }.items()
     for name in names.split()
 }

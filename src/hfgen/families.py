@@ -296,7 +296,7 @@ def position_pad(model: Any) -> int | None:
     """
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     # RoBERTa's embeddings count so too, but only where no positions are given.
-    tables = (m for m in decoder.modules() if "Positional" in type(m).__name__)
+    tables: Any = (m for m in modules_of(decoder) if "Positional" in type(m).__name__)
     counting = (m for m in tables if hasattr(m, "create_position_ids_from_input_ids"))
     return next((module.padding_idx for module in counting), None)
 

@@ -60,6 +60,28 @@ class BareModule(nn.Module, Bare):
         )
 
 
+class Wrapper(Bare):
+    """No module, but calls one, as TRL's mixture of two models: its caches are transformers' own."""
+
+    def __init__(self, inner: LlamaForCausalLM) -> None:
+        self.inner, self.config = inner, inner.config
+        self.generation_config = GenerationConfig.from_model_config(inner.config)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        outputs = self.inner(*args, **kwargs)
+        outputs.logits = outputs.logits.log_softmax(-1)
+        return outputs
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.inner.prepare_inputs_for_generation(*args, **kwargs)
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        self.inner._validate_model_kwargs(model_kwargs)
+
+
 class Session(Bare):
     """No module, as Optimum's classes: a graph runs, and keys and values are tuples of tensors."""
 
@@ -117,6 +139,10 @@ def build_module() -> nn.Module:
     return seeded(lambda: BareModule(_llama()))
 
 
+def build_wrapper() -> Any:
+    return Wrapper(seeded(_llama))
+
+
 def build_session() -> Any:
     inner = seeded(_llama)
 
@@ -147,5 +173,6 @@ OF_TUPLES = {
 
 BARE_FAMILIES = [
     Family("bare_module", "decoder", build_module, _inputs, MODES, NO_EMBEDS),
+    Family("wrapper", "decoder", build_wrapper, _inputs, MODES, NO_EMBEDS),
     Family("session", "decoder", build_session, _inputs, MODES, NO_EMBEDS | OF_TUPLES),
 ]

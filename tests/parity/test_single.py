@@ -23,6 +23,7 @@ REPRESENTATIVES = (
     "whisper",  # speech
     "qwen2_vl",  # images, positions of three dimensions
     "bare_module",  # no PreTrainedModel
+    "wrapper",  # no module, around one
     "session",  # no module, a cache of tuples
 )
 

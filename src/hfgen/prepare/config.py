@@ -208,7 +208,7 @@ def prepare_generation_config(
         not families.IS_5_24 and getattr(self, "training", False) and config.use_cache
     )
     if trains_with_cache and any(
-        getattr(m, "gradient_checkpointing", False) for m in self.modules()
+        getattr(m, "gradient_checkpointing", False) for m in families.modules_of(self)
     ):
         why = (
             "in training mode, layers that checkpoint activations drop the cache. Call model.eval()"
