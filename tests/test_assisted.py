@@ -279,12 +279,17 @@ CHANGING_POSITIONS = {
 }
 
 
+@pytest.mark.parametrize("n_pads", [0, 6, 20])
 @pytest.mark.parametrize("length", [12, 20])
 @pytest.mark.parametrize("kind", CHANGING_POSITIONS)
-def test_rotary_positions_that_change_with_the_length(kind: str, length: int) -> None:
-    """No forward verifies drafts beyond the change with tokens before it; rejected ones leave a new cache."""
-    ids = tiny.prompt(1, length // 2).repeat(1, 2)
-    options = {"max_new_tokens": 12, "eos_token_id": None}
+def test_rotary_positions_that_change_with_the_length(kind: str, length: int, n_pads: int) -> None:
+    """No forward verifies drafts beyond the change with tokens before it; rejected ones leave a new cache.
+
+    Where all rows are padded, frequencies change at a later column than Phi-3's cache does.
+    """
+    ids = torch.nn.functional.pad(tiny.prompt(1, length // 2).repeat(1, 2), (n_pads, 0))
+    mask = (torch.arange(n_pads + length) >= n_pads).long()[None]
+    options = {"attention_mask": mask, "max_new_tokens": 12, "eos_token_id": None}
 
     def generate(**drafting: Any) -> Tensor:
         # A model of its own: frequencies stay as the last call left them.

@@ -166,11 +166,13 @@ class Assisted:
         if not self.keeps_all_tokens:
             n = int(min(n, layers.capacity(self.cache) - start))
         for kind, limit in self.rotary_limits:  # one forward rotates all its tokens as its last
+            positions = run.model_kwargs.get("position_ids")
+            length = start if positions is None else int(positions[..., -1].max()) + 1
+            # Phi-3 counts columns, and begins a cache that has not recorded the drafts.
             may_replace_cache = not self.keeps_all_tokens and (self.is_first or start == limit + 1)
-            if start <= limit:
-                n = min(n, limit - start)
-            elif kind == "dynamic" or may_replace_cache:  # by one that has not recorded the drafts
+            if (kind == "dynamic" and length > limit) or (may_replace_cache and start > limit):
                 n = 0
+            n = min([n, *(limit - count for count in (start, length) if count <= limit)])
         if all(rows.has_ended):  # known to the end, not yet in the cache
             self.n_new = 0 if run.finished else max(rows.known) - 1 - start
         elif n > 0:
