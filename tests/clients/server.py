@@ -15,6 +15,7 @@ import openai
 from transformers import LogitsProcessor
 
 import hfgen
+from hfgen.families import text_tokenizer
 from hfgen.tools.serve.server import Settings, serve
 
 #: A chat in which each message is a line.
@@ -122,7 +123,7 @@ def running(
     **options: Any,
 ) -> Iterator[Running]:
     """A server in a thread of its own; ``tokenizer`` may be a processor, ``options`` are the engine's."""
-    engine = Watched(model, getattr(tokenizer, "tokenizer", tokenizer), **options)
+    engine = Watched(model, text_tokenizer(tokenizer), **options)
     servers: list[Any] = []
     arguments = name, model, tokenizer, engine, settings or Settings(port=0), servers.append
     errors: list[Exception] = []

@@ -73,6 +73,16 @@ def asked(server: Running, is_stream: bool, is_chat: bool, **body: Any) -> list[
     return [found[index] for index in sorted(found)]
 
 
+def test_a_tokenizer_that_has_another_is_the_tokenizer() -> None:
+    """As that of mistral-common."""
+    model, tokenizer = hfgen.builtin_model()
+    tokenizer.chat_template, tokenizer.tokenizer = LINES, object()
+    with running(hfgen.mix_into(model), tokenizer) as server:
+        for is_chat in (False, True):
+            (choice,) = asked(server, False, is_chat, temperature=0)
+            assert choice["text"] == solo(server).texts[0]
+
+
 ROW = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99}}}
 ROW |= {"required": ["x"], "additionalProperties": False}
 SAMPLED = {"do_sample": True, "seed": 5}

@@ -98,7 +98,7 @@ class Rollout:
         arguments |= log_probability_options(arguments, self.exact)
         prompt_ids = tokenized(prompts, trainer)
         seeds = self._seeds(trainer, len(prompts))
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        tokenizer = families.text_tokenizer(trainer.processing_class)
         with generating(trainer) as model:
             if self.exact:
                 prepare_exact(model, trainer)

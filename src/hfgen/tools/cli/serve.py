@@ -66,6 +66,7 @@ def serve(
         check_requirements()
     with quiet(source.debug):
         from ...engine.errors import EngineError
+        from ...families import text_tokenizer
         from ..serve.server import LOCAL, Settings, bound, serve
         from ..serve.steering import read_sets
 
@@ -75,7 +76,7 @@ def serve(
         model, processor = load_served(source.model, *settings)
         if engine.chat_template is not None:
             processor.chat_template = engine.chat_template
-        tokenizer = getattr(processor, "tokenizer", processor)
+        tokenizer = text_tokenizer(processor)
         drafts = None if assistant is None else load(assistant, None, *settings)
         loaded = change(Loaded(source.model, model, tokenizer, drafts), optimize, source.exact)
         drafting = loaded.drafting()

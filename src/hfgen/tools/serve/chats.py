@@ -18,6 +18,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality, get_response_template
 from transformers.utils.chat_parsing import parse_response
 
+from ...families import text_tokenizer
 from ...settings import grammar
 from ...settings.grammar import Grammar
 from ..openai_api.requests import SPACE, template_options
@@ -273,7 +274,7 @@ class Format:
 
 def reader_of(model: Any, processor: Any, tools: Tools) -> tuple[Any, Format | None]:
     """What upstream's parsers read answers with, and the format of calls. ``ValueError`` without a needed one."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = text_tokenizer(processor)
     template = get_response_template(processor, model)
     format = Format.of(template, tokenizer) if tools.functions else None
     if not tools.functions or format is not None or (template and not tools.is_required):

@@ -17,7 +17,7 @@ from transformers.cli.serving.utils import build_response_parser, get_response_t
 
 from ...engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
 from ...engine.serving import Service, ServiceRequest
-from ...families import max_positions
+from ...families import max_positions, text_tokenizer
 from ...logits.grammar.llguidance import library_of
 from ...settings.grammar import Grammar
 from ...settings.logs import logger
@@ -61,7 +61,7 @@ class Served:
 
     @property
     def tokenizer(self) -> Any:
-        return getattr(self.processor, "tokenizer", self.processor)
+        return text_tokenizer(self.processor)
 
     @property
     def defaults(self) -> dict[str, Any]:
