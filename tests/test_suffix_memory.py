@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 import stat
 import threading
 from collections import Counter
@@ -76,6 +78,18 @@ def test_drafts_are_the_votes_of_the_longest_suffix(
     expected = by_brute_force(texts, tail, n) if len(tail) >= module.KEY else []
     assert memory.continuation(tail, n) == expected
     assert len(memory) == sum(map(len, texts))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda memory: pickle.loads(pickle.dumps(memory))]
+)
+def test_a_copy_is_a_memory_of_its_own(copied: Any) -> None:
+    memory = SuffixMemory(MIB)
+    memory.add([1, 2, 3, 4, 5])
+    other = copied(memory)
+    memory.add([1, 2, 3, 6, 6])
+    memory.add([1, 2, 3, 6, 6])
+    assert (memory.continuation([1, 2, 3], 2), other.continuation([1, 2, 3], 2)) == ([6, 6], [4, 5])
 
 
 def test_it_forgets_by_bytes_what_was_used_least() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
+from _thread import RLock
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -44,6 +44,11 @@ class Text:
     n_used: int = 0
 
 
+class Lock(RLock):  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()  # a copy, or one in another process, is of another memory
+
+
 class SuffixMemory(Drafter):
     """Remembers prompts and generated tokens, and drafts what followed them: ``assistant_model=memory``.
 
@@ -70,7 +75,7 @@ class SuffixMemory(Drafter):
         self._texts: dict[int, Text] = {}
         self._prompts: set[int] = set()
         self._n_tokens, self._n_texts = 0, 0
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     def __len__(self) -> int:
         """How many tokens it remembers."""
