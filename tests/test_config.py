@@ -83,6 +83,20 @@ def test_numbers_of_other_types_become_plain():
     assert config.eos_token_id == [3, 4]
 
 
+@pytest.mark.parametrize("flag", [numpy.True_, numpy.array(True), torch.tensor(True)], ids=repr)
+def test_flags_of_other_types_become_plain(flag: Any):
+    assert resolved(do_sample=flag).do_sample is True
+
+
+@pytest.mark.parametrize("value", [numpy.True_, numpy.False_, numpy.int64(1)], ids=repr)
+def test_early_stopping_of_another_type_is_upstreams(value: Any):
+    """Which asks whether it ``is True``."""
+    options = {"num_beams": 3, "pad_token_id": 3, "early_stopping": value, "max_new_tokens": 12}
+    ids = tiny.prompt(2)
+    ours = hfgen.mix_into(tiny.llama()).generate(ids, **options)
+    assert torch.equal(ours, tiny.llama().generate(ids, **options))
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial, reduce
 from importlib import import_module
-from numbers import Integral
+from numbers import Integral, Number
 from operator import le
 from typing import Any
 
@@ -63,7 +63,8 @@ def check_integer(value: Any, name: str, least: float = -math.inf) -> None:
 
 
 def _is_flag(value: Any) -> bool:
-    return isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
+    is_bool = getattr(value, "ndim", 1) == 0 and "bool" in str(value.dtype)  # numpy's, or a tensor
+    return isinstance(value, int) or is_bool
 
 
 def _is_token(value: Any) -> bool:
@@ -110,7 +111,7 @@ def _is_text(value: Any) -> bool:
 
 def _is_one_of(*values: Any) -> Callable[[Any], bool]:
     # Other types, as tensors, may not compare with these values.
-    return lambda value: isinstance(value, bool | float | int | str) and value in values
+    return lambda value: (isinstance(value, Number | str) or _is_flag(value)) and value in values
 
 
 def _builds(make: Callable[[Any], Any]) -> Callable[[Any], bool]:
@@ -173,7 +174,7 @@ _flag = partial(Kind, option="true or false")
 _integer = partial(Kind, plain=int, option="an integer", may_be_list=False, plain_types=(int,))
 _number = partial(Kind, accepts=is_number, option="a number", may_be_list=False)
 
-FLAG = _flag("True or False", _is_flag, may_be_list=False, plain_types=(bool, int))
+FLAG = _flag("True or False", _is_flag, bool, may_be_list=False, plain_types=(bool, int))
 FLAG_OR_NEVER = _flag("True, False or 'never'", _is_one_of(True, False, "never"))
 FLAG_OR_PROMPT = _flag(
     "True, False or 'prompt'", _is_one_of(True, False, "prompt"), may_be_list=False
