@@ -63,8 +63,7 @@ def check_integer(value: Any, name: str, least: float = -math.inf) -> None:
 
 
 def _is_flag(value: Any) -> bool:
-    is_bool = getattr(value, "ndim", 1) == 0 and "bool" in str(value.dtype)  # numpy's, or a tensor
-    return isinstance(value, int) or is_bool
+    return isinstance(value, int) or (getattr(value, "ndim", 1) == 0 and "bool" in str(value.dtype))
 
 
 def _is_token(value: Any) -> bool:

@@ -166,8 +166,7 @@ class SuffixMemory(Drafter):
 
     def text(self) -> Text:
         self._n_texts += 1
-        text = self._texts[self._n_texts] = Text(self._n_texts)
-        return text
+        return self._texts.setdefault(self._n_texts, Text(self._n_texts))
 
     def prompt(self, tokens: list[int]) -> Text:
         """A text that begins with a prompt: its end alone, if the prompt is known."""
@@ -247,8 +246,7 @@ class SuffixMemory(Drafter):
         longest, places = KEY, list[tuple[Text, int]]()
         place = self._newest[self._slot(tail[-KEY:])]
         for _ in range(PLACES):
-            text = self._texts.get(place >> OFFSET_BITS)
-            if text is None:  # the end of the chain
+            if (text := self._texts.get(place >> OFFSET_BITS)) is None:  # the end of the chain
                 break
             at, length = place & (2**OFFSET_BITS - 1), 0
             place = text.previous[at - KEY]
