@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..state.hooks import is_idle
+
 #: Numbers of each tensor that are looked at in every call.
 N_SAMPLES = 8
 #: The names with an underscore that count: by them PEFT chooses adapters.
@@ -91,7 +93,7 @@ def _plain_attributes(
 
     def attributes(owner: Any) -> tuple[Hashable, ...]:
         parts: list[Hashable] = []
-        for key, value in vars(owner).items():
+        for key, value in tuple(vars(owner).items()):
             if (key[0] == "_" and key not in ADAPTERS) or key in ORIGIN or value is None:
                 continue
             part = value if type(value) in PLAIN else plain(value)
@@ -169,10 +171,11 @@ def _number(value: Any) -> Hashable:
 
 
 def _hooks(attributes: dict[str, Any]) -> Iterator[int]:
-    """Handles of a module's forward hooks, but for those by which transformers records outputs."""
+    """Handles of a module's forward hooks, but for transformers', which record outputs, and other threads'."""
     for name in ("_forward_pre_hooks", "_forward_hooks"):
-        for handle, function in attributes[name].items():
-            if not getattr(function, "__module__", "").startswith("transformers."):
+        for handle, function in tuple(attributes[name].items()):  # others may add theirs now
+            is_recorder = getattr(function, "__module__", "").startswith("transformers.")
+            if not (is_recorder or is_idle(function)):
                 yield handle
 
 

@@ -7,7 +7,6 @@ of the call runs, and are gone between steps: other calls, and requests beside i
 from __future__ import annotations
 
 import difflib
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from ..families import CACHE
 from ..memory.caches.layers import decoder_cache
 from ..state.call import Call
+from ..state.hooks import of_thread
 from ..state.run import Run
 
 #: Which tokens an intervention changes, beside a list of positions.
@@ -277,14 +277,9 @@ class Interventions:
         ``padding (prompts,)``: columns before each of them. ``n_columns``: returns how many there are up to those
         that are forwarded; only caches without columns need it.
         """
-        thread = threading.get_ident()
 
-        def before(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-        ) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Note what the rows and columns of the forward are, by its arguments."""
-            if threading.get_ident() != thread or kwargs is None:  # as in ``hook``
-                return
             names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
             passed = [*(kwargs[n] for n in names if kwargs.get(n) is not None), *args[:1]]
             (n_rows, n), device = passed[0].shape[:2], passed[0].device
@@ -299,7 +294,7 @@ class Interventions:
             self.where = Where(prompts + first_prompt, positions, columns >= prompt_length)
 
         with ExitStack() as stack:
-            handle = model.register_forward_pre_hook(before, with_kwargs=True)
+            handle = model.register_forward_pre_hook(of_thread(before), with_kwargs=True)
             stack.callback(handle.remove)
             for edit, modules in self.placed:
                 for module in modules:
@@ -321,12 +316,9 @@ class Interventions:
 
 def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> Any:
     """Register a hook that changes the first tensor which a module returns, or is called with, in this thread."""
-    thread = threading.get_ident()  # others decode with the same model
     if not name.endswith(":in"):
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
-            if threading.get_ident() != thread:
-                return None
             if isinstance(output, tuple):
                 return (change(output[0]), *output[1:])
             if isinstance(output, Tensor):
@@ -335,15 +327,12 @@ def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> An
             output[first] = change(output[first])
             return output
 
-        return module.register_forward_hook(after)
+        return module.register_forward_hook(of_thread(after))
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        # A forward of another thread that began before the hook was removed calls it without ``kwargs``.
-        if threading.get_ident() != thread or kwargs is None:
-            return None
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (change(args[0]), *args[1:]), kwargs
         first = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
         return args, kwargs | {first: change(kwargs[first])}
 
-    return module.register_forward_pre_hook(before, with_kwargs=True)
+    return module.register_forward_pre_hook(of_thread(before), with_kwargs=True)

@@ -61,7 +61,7 @@ def foreign_code(model: Any) -> str | None:
         attentions.add(getattr(vars(module).get("config"), "_attn_implementation", None))
         if vars(module).get("moe_eval_capacity_token_fraction", 1) < 1:
             return type(module).__name__  # NLLB-MoE's rows compete for places at its experts
-        for name, value in vars(module).items():
+        for name, value in tuple(vars(module).items()):  # other threads may add some now
             is_function = type(value) in _FUNCTIONS
             code = value if is_function else type(value)
             if (is_function or name in CALLED) and not _is_known(code):
@@ -73,7 +73,7 @@ def foreign_code(model: Any) -> str | None:
         attributes = vars(cls)
         if attributes.get("is_row_wise"):  # a subclass has to say so again
             continue
-        for value in attributes.values():
+        for value in tuple(attributes.values()):
             value = getattr(value, "__func__", value)  # of a class method
             if type(value) in _FUNCTIONS and not _is_known(value):
                 return cls.__name__
@@ -101,8 +101,8 @@ def has_own_hooks(model: Any) -> bool:
 
 
 def _hooks(model: Any) -> Iterator[Any]:
-    yield from torch_module._global_forward_pre_hooks.values()
-    yield from torch_module._global_forward_hooks.values()
+    yield from tuple(torch_module._global_forward_pre_hooks.values())
+    yield from tuple(torch_module._global_forward_hooks.values())
     for module in families.modules_of(model):
         yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if (hook := vars(module).get("_hf_hook")) is not None:  # accelerate's
@@ -141,7 +141,7 @@ def module_tensors(model: Any) -> ModuleTensors:
     return {
         (id(module), name, id(value), n_writes(value)): value
         for module in families.modules_of(model)
-        for name, value in vars(module).items()
+        for name, value in tuple(vars(module).items())
         if isinstance(value, torch.Tensor)
     }
 

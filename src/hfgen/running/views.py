@@ -20,7 +20,7 @@ def view_of(module: Any) -> Any:
     """A copy of ``module`` that shares all that it holds, but its table of children."""
     view = object.__new__(type(module))  # FSDP's classes construct their modules anew when copied
     view.__dict__.update(vars(module))
-    for key, value in vars(module).items():
+    for key, value in tuple(vars(view).items()):  # other threads may add to the module's
         if key in COMPILED:
             del view.__dict__[key]
         elif isinstance(value, MethodType) and value.__self__ is module:
@@ -38,7 +38,8 @@ def without_own_hooks(module: Any) -> Any:
     view = view_of(module)
     for name in HOOKS:
         hooks = vars(module)[name]
-        view.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if is_of(hook))
+        kept = ((key, hook) for key, hook in tuple(hooks.items()) if is_of(hook))
+        view.__dict__[name] = type(hooks)(kept)
     for name, part in module._modules.items():
         view._modules[name] = None if part is None else without_own_hooks(part)
     return view

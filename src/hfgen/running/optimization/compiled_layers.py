@@ -25,6 +25,7 @@ from ...families import CACHE
 from ...memory.caches.dynamic import GrowingLayer
 from ...memory.caches.static_layers import SlicedStaticLayer
 from ...settings.logs import logger
+from ...state.hooks import is_idle
 from ..views import HOOKS
 from .layer_graphs import Checked, Graph, Step, checked, forward_layer, stand_ins
 
@@ -248,9 +249,11 @@ class CompiledLayer:
             known.hooks = [*OF_ALL, *(vars(part)[name] for part in parts for name in HOOKS)]
         if not any(known.hooks):
             return False
-        hooks = (hook for held in known.hooks for hook in held.values())
+        # Other threads may add theirs now.
+        hooks = (hook for held in known.hooks for hook in tuple(held.values()))
         return bool(output_capturing._active_collector.get()) or any(
-            getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks
+            getattr(hook, "__module__", None) != output_capturing.__name__ and not is_idle(hook)
+            for hook in hooks
         )
 
     def _kind(self, hidden: Tensor, place: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

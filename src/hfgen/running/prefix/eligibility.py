@@ -141,7 +141,7 @@ def of_model(model: Any) -> Reason | None:
         return Reason("the model, or a part of it, is in training mode", is_choice=False)
     if any(tensor.is_meta for tensor in model.parameters()):
         return Reason("weights are offloaded: whether they change is not seen", is_choice=False)
-    hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
+    hooks = [hook for module in modules for hook in tuple(module._forward_pre_hooks.values())]
     for name in PER_ROW:
         if any(name in getattr(hook, "keywords", ()) for hook in hooks):
             return Reason(f"`{name}` gives rows adapters of their own")
