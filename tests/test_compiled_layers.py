@@ -24,6 +24,7 @@ from hfgen.running.optimization.compiled_layers import CompiledLayer, LayerGraph
 from hfgen.running.optimization.forward import PackedForward
 from tests import tiny
 from tests.test_length_classes import check, solo
+from tests.test_threads import recording
 
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 
@@ -233,6 +234,15 @@ def test_threads_decode_at_once(plain, compiled):
         threading.settrace(None)
     assert all(map(torch.equal, found, expected))
     assert compiled.optimization.graph.failure is None
+
+
+def test_records_of_another_thread_leave_layers_compiled(plain, compiled, guarded, monkeypatch):
+    ids, options = tiny.prompt(1, 9), {"max_new_tokens": 3}
+    with recording(compiled, monkeypatch):
+        guarded.clear()
+        found = generate(compiled, ids, **options)
+    assert len(guarded) == 4
+    assert torch.equal(found, generate(plain, ids, **options))
 
 
 @pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])

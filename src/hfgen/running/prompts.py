@@ -24,6 +24,7 @@ from ..memory.caches import layers
 from ..state.call import Call, ModelKwargs, Prompt, SharedPrompt
 from ..state.run import Run
 from .row_states import (
+    Draws,
     generator_states,
     has_list_of_rows,
     have_changed,
@@ -58,11 +59,15 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
     outputs = forward(shared.ids, with_own_states(kwargs))
     after = generator_states(device)
     others = (value for name, value in outputs.items() if name != CACHE)
-    if (
-        all(map(torch.equal, before, after))
-        and not have_changed(run.model, states)
-        and all(isinstance(value, torch.Tensor | tuple | ModelOutput | None) for value in others)
-    ):
+    is_kept = not have_changed(run.model, states) and all(
+        isinstance(value, torch.Tensor | tuple | ModelOutput | None) for value in others
+    )
+    if is_kept and not all(map(torch.equal, before, after)):  # it has drawn, or another thread has
+        with Draws() as draws:
+            again = kwargs | {CACHE: copy.deepcopy(spare)}
+            forward(shared.ids, with_own_states(again))
+        is_kept = not draws.has_drawn
+    if is_kept:
         del spare
         if CACHE in outputs or layers.count(cache) is not None:  # XLM fills it, and returns none
             layers.repeat(outputs.get(CACHE, cache), prompts)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationMixin as UpstreamMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -175,6 +176,17 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
         return [torch.get_rng_state()]
     index = () if device.type == "mps" else (device,)  # MPS has one device
     return [torch.get_rng_state(), torch.get_device_module(device).get_rng_state(*index)]
+
+
+class Draws(TorchDispatchMode):
+    """Notes whether an operation of this thread draws; other threads have the same generators."""
+
+    supports_higher_order_operators, has_drawn = True, False
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        may_draw = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        self.has_drawn |= may_draw and "attention" not in str(op)  # which draws in training alone
+        return op(*args, **kwargs or {})
 
 
 def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:

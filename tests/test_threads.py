@@ -1,0 +1,153 @@
+"""Calls of several threads with one model: each holds another one at the place that matters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+import transformers
+
+import hfgen
+from hfgen.decoding import activations
+from hfgen.running import prompts
+from tests import tiny
+from tests.test_fanout import IDS, MASK, rows_and_lengths
+
+GREEDY = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> Any:
+    return hfgen.mix_into(tiny.llama())
+
+
+@pytest.fixture
+def other() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Calls a function in another thread, and returns what it does."""
+    with ThreadPoolExecutor(1) as threads:
+        yield lambda function: threads.submit(function).result(60)
+
+
+@contextmanager
+def recording(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another thread is about to forward what it records of a call with ``model``: its hooks are there."""
+    is_inside, may_go_on, forward = threading.Event(), threading.Event(), activations.forward
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        is_inside.set()
+        assert may_go_on.wait(60)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(activations, "forward", held)
+    options = {**GREEDY, "record": ["model.layers.*.mlp"], "return_dict_in_generate": True}
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(model.generate, tiny.prompt(1, 9, seed=1), **options)
+        try:
+            assert is_inside.wait(60)
+            assert model.model.layers[0].mlp._forward_hooks
+            yield
+        finally:
+            may_go_on.set()
+        assert len(call.result().activations) == len(model.model.layers)
+
+
+def test_draws_of_another_thread_are_not_taken_for_the_models(
+    model: Any, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers would come again, and no later call of a model of this class would share its prompts."""
+    monkeypatch.setattr(prompts, "_NOT_SHARED", WeakSet())
+    expected = tiny.llama().generate(IDS, attention_mask=MASK, num_beams=3, max_new_tokens=4)
+    drawn: list[torch.Tensor] = []
+
+    def draw(*_: Any) -> None:
+        drawn.append(other(lambda: torch.rand(())))
+
+    draw.is_row_wise = True
+    torch.manual_seed(0)
+    with model.register_forward_hook(draw):
+        tokens = model.generate(IDS, attention_mask=MASK, num_beams=3, max_new_tokens=4)
+    assert torch.equal(tokens, expected)
+    torch.manual_seed(0)
+    assert torch.equal(torch.stack(drawn), torch.rand(len(drawn)))
+    shapes, tokens = rows_and_lengths(model, IDS, attention_mask=MASK, num_beams=3)
+    assert shapes[0] == (2, 6)
+    assert torch.equal(tokens, expected)
+
+
+def test_records_of_another_thread_leave_stored_prefixes(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixes, ids = hfgen.PrefixCache(), tiny.prompt(1, 9)
+
+    def call() -> Any:
+        return model.generate(ids, **GREEDY, prefix_cache=prefixes)
+
+    expected = call()
+    with recording(model, monkeypatch):
+        assert torch.equal(call(), expected)
+    assert torch.equal(call(), expected)
+    assert (prefixes.stats.lookups, prefixes.stats.hits) == (3, 2)
+    assert not prefixes.stats.bypassed
+
+
+def test_hooks_that_come_and_go_while_a_call_looks_at_them(model: Any, other: Any) -> None:
+    """As it is looked at, another thread adds a hook to the module and removes it."""
+    lm_head, ids, prefixes = model.lm_head, tiny.prompt(1, 9), hfgen.PrefixCache()
+
+    class Hook:
+        def __call__(self, *_: Any) -> None:
+            pass
+
+        @property
+        def __module__(self) -> str:
+            other(lambda: lm_head.register_forward_pre_hook(Hook.__call__).remove())
+            return "torch"
+
+    expected = model.generate(ids, **GREEDY)
+    for _ in range(2):
+        lm_head.register_forward_pre_hook(Hook())
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, **GREEDY, prefix_cache=prefixes), expected)
+    assert prefixes.stats.hits == 1
+
+
+def test_methods_that_are_patched_while_a_call_looks_at_them(
+    model: Any, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether rows may share their prompt is seen by all methods, those of transformers' mixin among them."""
+
+    class Method:
+        @property
+        def __func__(self) -> None:
+            other(hfgen.patch)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "looked_at", Method(), raising=False)
+    try:
+        shapes, _ = rows_and_lengths(model, IDS, attention_mask=MASK, num_beams=3)
+    finally:
+        hfgen.unpatch()
+    assert shapes[0] == (2, 6)
+
+
+def test_a_call_of_transformers_goes_on_where_another_thread_patches(other: Any) -> None:
+    """Its config, which upstream has prepared, lacks hfgen's own fields."""
+
+    class Patching(transformers.GenerationConfig):
+        def get_generation_mode(self, *args: Any) -> Any:
+            other(hfgen.patch)
+            return super().get_generation_mode(*args)
+
+    model, options = tiny.llama(), {**GREEDY, "num_beams": 3}
+    expected = model.generate(IDS, attention_mask=MASK, **options)
+    try:
+        found = model.generate(IDS, Patching(**options), attention_mask=MASK)
+    finally:
+        while hfgen.is_active(model):
+            hfgen.unpatch()
+    assert torch.equal(found, expected)
