@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from threading import get_ident
+from threading import RLock, get_ident
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook as before_e
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
+from ...state.hooks import of_thread
 from ..optimization.forward import PackedForward, own_forward
 from .attention import NAME, exact_attention
 from .spans import in_tiles
@@ -198,6 +199,10 @@ def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
     vars(module)["forward"] = forward
 
 
+#: One ``Recorder`` at a time is registered in the place of ``exact_attention``.
+_registering = RLock()
+
+
 class Recorder(TorchFunctionMode):
     """Within: notes which modules call matrix products by themselves.
 
@@ -237,28 +242,29 @@ class Recorder(TorchFunctionMode):
         thread = get_ident()
 
         def push(module: nn.Module, args: Any) -> None:
-            if get_ident() == thread:
-                self.stack.append(module)
+            self.stack.append(module)
 
         def pop(module: nn.Module, args: Any, output: Any) -> None:
-            if get_ident() == thread:
-                self.stack.pop()
+            self.stack.pop()
 
         def unseen(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() != thread:
+                return exact_attention(module, query, key, *args, **kwargs)
             self.shapes.add((query.shape[1], key.shape[1], query.shape[3]))
             with torch._C.DisableTorchFunction():
                 return exact_attention(module, query, key, *args, **kwargs)
 
-        AttentionInterface.register(NAME, unseen)
-        try:
-            with (
-                before_each(push),
-                after_each(pop, always_call=True),
-                self,
-            ):
+        with (
+            _registering,
+            before_each(of_thread(push)),
+            after_each(of_thread(pop), always_call=True),
+            self,
+        ):
+            AttentionInterface.register(NAME, unseen)
+            try:
                 yield self
-        finally:
-            AttentionInterface.register(NAME, exact_attention)
+            finally:
+                AttentionInterface.register(NAME, exact_attention)
 
 
 def refusal(module: nn.Module, function: str) -> ValueError:
@@ -301,12 +307,7 @@ def check_dropout(model: nn.Module) -> None:
 @contextmanager
 def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
     """Within, each module calls ``hook(module, args, kwargs, output)`` after a forward of this thread."""
-    thread = get_ident()  # others decode with the same model
-
-    def after(module: nn.Module, *call: Any) -> None:  # without ``kwargs`` if just removed
-        if get_ident() == thread:
-            hook(module, *call)
-
+    after = of_thread(hook)
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(module.register_forward_hook(after, with_kwargs=True))

@@ -43,14 +43,20 @@ def in_tiles(rows: Tensor, least: int = 1) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-class _Newest(threading.local):
-    """The last masks of this thread, of full attention and of a window: models may take some of their queries."""
+class _OfThread(threading.local):
+    """What attention knows of this thread.
+
+    ``masks``: the last ones, of full attention and of a window, since models may take some of their queries.
+    ``tried_keys``: the ``LAST_KEYS`` of a trial. Others attend meanwhile.
+    """
+
+    tried_keys: tuple[int, ...] | None = None
 
     def __init__(self) -> None:
         self.masks: deque[Tensor] = deque(maxlen=2)
 
 
-_newest = _Newest()
+local = _OfThread()
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,8 @@ class Group:
             queries = slice(start, stop)
             n_seen = max(span.n_seen(queries) for span in self.spans)
             n_before = max(n_seen - 1, 0) // KEYS * KEYS  # of whole blocks
-            allowed = LAST_KEYS.get((like.dtype, like.shape[-1]), (KEYS,))
+            passed = LAST_KEYS.get((like.dtype, like.shape[-1]), (KEYS,))
+            allowed = local.tried_keys or passed
             n_keys = n_before + next(n for n in allowed if n_before + n >= n_seen)
             hidden = torch.cat([span.hidden(queries, n_keys) for span in self.spans])
             bias = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
@@ -152,7 +159,7 @@ def exact_mask(
     # A step of all rows is one call of the kernel. In prompts, calls of single rows skip the keys of longer ones.
     groups = [Group(spans)] if mask.shape[2] <= FOLDED else [Group([span]) for span in spans]
     setattr(mask, _GROUPS, groups)
-    _newest.masks.append(mask)
+    local.masks.append(mask)
     return mask
 
 
@@ -162,7 +169,7 @@ def groups_of(mask: Tensor) -> list[Group] | None:
     if groups is not None or mask.dim() != 4:
         return groups
     address = mask.untyped_storage().data_ptr()
-    for whole in _newest.masks:
+    for whole in local.masks:
         if whole.untyped_storage().data_ptr() != address or mask.stride() != whole.stride():
             continue
         first, rest = divmod(int(mask.storage_offset()), mask.stride(2))
@@ -188,7 +195,7 @@ def groups_within(mask: Tensor) -> tuple[list[Group], Tensor] | None:
     if result is not None or mask.dim() != 4:
         return result
     is_seen = mask if mask.dtype == torch.bool else mask > HIDDEN
-    for whole in reversed(_newest.masks):
+    for whole in reversed(local.masks):
         is_like = whole.shape[2:] == mask.shape[2:] and len(mask) in (1, len(whole))
         if not is_like or (is_seen & ~whole).any():
             continue

@@ -20,7 +20,7 @@ from transformers.masking_utils import bidirectional_mask_function
 from ... import families
 from .attention import exact_attention
 from .layers import hooked
-from .spans import KEYS, LAST_KEYS, exact_mask
+from .spans import KEYS, LAST_KEYS, exact_mask, local
 
 #: Tokens of the rows of the trial, of which one is long enough that queries are more than a tile.
 TOKENS = (3, 14, 21)
@@ -244,14 +244,18 @@ def of_attention(
     """
     shape = f"{heads} heads of queries, {kv_heads} of keys, of {size}"
     of_differing = partial(Operation, "attention", shape, str(dtype)[len("torch.") :])
-    passing, former = [], LAST_KEYS.get((dtype, size), range(KEYS + 1))  # of other heads
-    for n_keys in range(KEYS, 0, -64):  # whole blocks first
-        LAST_KEYS[dtype, size] = (n_keys, KEYS)
-        differs = _try_last(n_keys, heads, kv_heads, size, dtype)
-        if differs is None:
-            passing.append(n_keys)
-        elif n_keys == KEYS:
-            return of_differing(differs)
+    passing = []
+    try:
+        for n_keys in range(KEYS, 0, -64):  # whole blocks first
+            local.tried_keys = (n_keys, KEYS)
+            differs = _try_last(n_keys, heads, kv_heads, size, dtype)
+            if differs is None:
+                passing.append(n_keys)
+            elif n_keys == KEYS:
+                return of_differing(differs)
+    finally:
+        local.tried_keys = None
+    former = LAST_KEYS.get((dtype, size), range(KEYS + 1))  # of other heads
     LAST_KEYS[dtype, size] = tuple(n for n in sorted(passing) if n in former)
     return of_differing(None)
 
