@@ -282,8 +282,9 @@ class DrafterOfCall(Drafter):
         return draft_of_rows(rows, context)
 
     def observe(self, verdict: Acceptance) -> None:
-        self.memory.n_drafted += sum(verdict.drafted)
-        self.memory.n_accepted += sum(verdict.accepted)
+        with self.memory._lock:
+            self.memory.n_drafted += sum(verdict.drafted)
+            self.memory.n_accepted += sum(verdict.accepted)
 
     def see(self, run: Run, model_outputs: Any, scores: Any, n_advanced: int) -> None:
         for row, tokens in enumerate(run.ids[:, -n_advanced:].tolist()):

@@ -65,7 +65,7 @@ class Beam(NextToken):
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
         #: The token behind the end of a sequence. Without an EOS, only the caller's criteria end one early.
-        is_padded = eos is not None or (config.ignore_eos and pad is not None)
+        is_padded = eos is not None or (getattr(config, "ignore_eos", False) and pad is not None)
         self.fill = int(eos[0] if pad is None else pad) if is_padded else -1
         shape = (self.batch, self.beams)
         ids = run.ids.reshape(*shape, self.prompt_length).clone()
