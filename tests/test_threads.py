@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -16,6 +16,7 @@ import transformers
 import hfgen
 from hfgen.decoding import activations
 from hfgen.running import prompts
+from hfgen.running.exact import spans, switch, trial
 from tests import tiny
 from tests.test_fanout import IDS, MASK, rows_and_lengths
 
@@ -146,8 +147,43 @@ def test_a_call_of_transformers_goes_on_where_another_thread_patches(other: Any)
     model, options = tiny.llama(), {**GREEDY, "num_beams": 3}
     expected = model.generate(IDS, attention_mask=MASK, **options)
     try:
-        found = model.generate(IDS, Patching(**options), attention_mask=MASK)
+        found = model.generate(IDS, Patching(), attention_mask=MASK, **options)
     finally:
         while hfgen.is_active(model):
             hfgen.unpatch()
     assert torch.equal(found, expected)
+
+
+def test_two_threads_prepare_exact_models_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that records first does not lose sight of its attention when the other one ends."""
+    models, run_model, second = [tiny.llama(), tiny.llama()], switch.trial.run_model, list[Any]()
+
+    def begins_second(model: Any) -> None:
+        if not second:
+            second.append(threads.submit(hfgen.exact, models[1]))
+            wait(second, timeout=3)
+        run_model(model)
+
+    monkeypatch.setattr(switch.trial, "run_model", begins_second)
+    with ThreadPoolExecutor(1) as threads:
+        reports = [hfgen.exact(models[0]).exactness, second[0].result(60).exactness]
+    assert str(reports[0]) == str(reports[1])
+    assert "attention" in str(reports[0])
+
+
+def test_a_trial_of_attention_is_of_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact models of other threads go on with numbers of keys that have passed, also where it is interrupted."""
+    monkeypatch.setattr(spans, "LAST_KEYS", keys := {(torch.float32, 24): (64, 512)})
+    monkeypatch.setattr(trial, "LAST_KEYS", keys)
+    during: list[Any] = []
+
+    def interrupted(*_: Any) -> None:
+        during.append(dict(keys))
+        if len(during) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trial, "_try_last", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trial.of_attention(4, 2, 24, torch.float32, -1)
+    assert [*during, keys] == [{(torch.float32, 24): (64, 512)}] * 3
+    assert spans.local.tried_keys is None
