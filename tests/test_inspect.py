@@ -165,6 +165,27 @@ def test_stages_have_the_settings_that_were_asked_for() -> None:
     ]
 
 
+def test_stages_have_the_names_of_the_fields_that_ask_for_them() -> None:
+    fields = {
+        "sequence_bias": {(9,): 1.0},
+        "repetition_penalty": 1.2,
+        "penalty_window": 8,
+        "dry_multiplier": 0.8,
+        "dry_sequence_breakers": [5],
+        "min_tokens": 2,
+        "eos_token_id": 1,
+    }
+    trace = hfgen.trace(tiny.llama(), tiny.prompt(1), **LENGTH, **fields)
+    dry = {name: trace.stages[3].settings[name] for name in ("dry_multiplier", "dry_base")}
+    assert dry == {"dry_multiplier": 0.8, "dry_base": 1.75}
+    assert [(stage.name, stage.settings) for stage in (*trace.stages[1:3], trace.stages[4])] == [
+        ("sequence bias", {}),
+        ("repetition penalty", {"repetition_penalty": 1.2, "penalty_window": 8}),
+        ("min tokens", {"min_tokens": 2}),
+    ]
+    assert trace.stages[3].name == "dry multiplier"
+
+
 def test_beams_are_a_tree() -> None:
     model, arguments = case("beams, several returned")
     trace = hfgen.trace(model, **arguments)

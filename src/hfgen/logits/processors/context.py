@@ -126,6 +126,8 @@ def built(table: Iterable[Builder], context: Any) -> Iterator[Any]:
             if value is None or (idle is not None and value == idle):
                 continue
         if (function := builder(context)) is not None:
+            if field is not None:  # that asks for it, and those that it reads besides
+                function.asked_by = (field, *builder.reads)  # type: ignore[attr-defined]
             yield function
 
 

@@ -19,33 +19,22 @@ from ...decoding.strategies import Beam as Search
 from ...decoding.strategies import Dola, Sample
 from ...decoding.strategies.assisted import Assisted
 from ...logits.grammar.processor import GrammarProcessor, NoTokenLeft
-from ...logits.processors.context import ProcessorsByRows
-from ...logits.processors.lists import LogitsProcessorList, is_librarys, name_of
-from ...logits.processors.repetition import OccurrencePenalty
-from ...state.run import Observer, Run
+from ...logits.processors.lists import LogitsProcessorList, name_of
+from ...state.run import Observer, Run, all_equal
 from ...state.run import Step as LoopStep
 from .beams import Tree
 from .records import Candidate, Draft, Stage, Step, Token
 
 #: Parts of a class's name that say what it is, and not what it does.
-KIND = re.compile(r"(Logits(Warper|Processor)|Processor|PerRow|Logits)(?=$|[A-Z])")
+KIND = re.compile(r"(Logits(Warper|Processor)|Processor|Logits)(?=$|[A-Z])")
 WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z]|$)|[A-Z][a-z]+|[a-z]+|\d+")
 
-#: Processors whose fields of the config begin in another way than their class.
-NAMES = {
-    "dynamic temperature": "dynatemp",
-    "exclude top choices": "xtc",
-    "inf nan remove": "remove invalid values",
-    "logit normalization": "renormalize logits",
-    "no bad words": "bad words",
-    "quadratic smoothing": "smoothing",
-    "unbatched classifier free guidance": "guidance",
-    "encoder decoder guidance": "guidance",
-}
+#: The end of a field's name that says what its value is: "xtc_probability" is the stage "xtc".
+UNIT = re.compile("_(cutoff|factor|probability|range|scale|target)$")
 
 #: Attributes that say nothing about what was asked for.
 TECHNICAL = re.compile(
-    r"filter_value|min_tokens_to_keep|.*(length.*|size)|vocab|hash_key|(is|of)_.*"
+    r"_.*|filter_value|min_tokens_to_keep|.*(length.*|size)|vocab|hash_key|is_.*"
 )
 
 SHOWN = 8  # prompts whose settings are shown, where they differ
@@ -79,39 +68,27 @@ class Watched(LogitsProcessorList):
 
 
 def stage_of(processor: Any, configs: Sequence[Any]) -> Stage:
-    """The column for a processor; ``configs`` are those of the call's prompts."""
-    if isinstance(processor, ProcessorsByRows):
-        parts = [stage_of(function, configs) for function, _ in processor.parts]
-        name = " / ".join(dict.fromkeys(part.name for part in parts))
-        return Stage(name, parts[0].settings, any(part.is_grammar for part in parts))
-    name = spelled(KIND.sub("", name_of(processor))) or spelled(name_of(processor))
-    if isinstance(processor, OccurrencePenalty):
-        name = "presence penalty" if processor.of_presence else "frequency penalty"
-    name = NAMES.get(name, name)
-    settings = (is_librarys(type(processor)) and fields_of(name, configs)) or {
-        name: value
-        for name, value in getattr(processor, "__dict__", {}).items()
-        if isinstance(value, int | float) and not name.startswith("_")
-        if not TECHNICAL.fullmatch(name)
-    }
-    return Stage(name, settings, isinstance(processor, GrammarProcessor))
+    """The column for a processor: of fields of the ``configs``, or of an object of the caller's."""
+    if hasattr(processor, "asked_by"):
+        own, *others = processor.asked_by
+        name, values = UNIT.sub("", own).replace("_", " "), {}
+        for field in [own, *(each for each in others if "token_id" not in each)]:
+            of_prompts = [getattr(config, field, None) for config in configs]
+            values[field] = of_prompts[0] if all_equal(of_prompts) else of_prompts[:SHOWN]
+        values = {n: v for n, v in values.items() if isinstance(v, int | float | list | tuple)}
+    else:
+        name = spelled(KIND.sub("", name_of(processor))) or spelled(name_of(processor))
+        values = {
+            name: value
+            for name, value in getattr(processor, "__dict__", {}).items()
+            if isinstance(value, int | float) and not TECHNICAL.fullmatch(name)
+        }
+    return Stage(name, values, isinstance(processor, GrammarProcessor))
 
 
 def spelled(name: str) -> str:
     """``"TopK"`` as "top k"."""
     return " ".join(WORDS.findall(name)).lower()
-
-
-def fields_of(name: str, configs: Sequence[Any]) -> dict[str, Any]:
-    """The fields that begin like ``name``, and their numbers; lists where prompts differ."""
-    start, found = name.replace(" ", ""), {}
-    for field in vars(configs[0]):
-        if field.replace("_", "").startswith(start):
-            values = [getattr(config, field, None) for config in configs]
-            value = values[0] if all(v == values[0] for v in values) else values[:SHOWN]
-            if isinstance(value, int | float | list):
-                found[field] = value
-    return found
 
 
 LOWEST = -1e29  # a token is ruled out below this score; grammars give it to beams that have ended
