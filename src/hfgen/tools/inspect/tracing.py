@@ -23,9 +23,10 @@ from ...prepare.stages import prepare
 from ...running.exact.logprobs import token_logprobs
 from ...running.step_inputs import MEDIA
 from ...settings.fields import FIELDS
+from ...settings.kinds import check_integer
 from ...state.call import Call
 from ...state.call import Request as GenerateRequest
-from ...state.run import Run
+from ...state.run import Run, all_equal
 from ...state.text import Pieces, decode
 from ..prompts import encode
 from .records import Prompt, Sequence, Trace
@@ -68,10 +69,7 @@ def trace(
         TypeError: A prompt of another kind; a model that cannot generate, or with a ``generate`` or
             decoding method of its own.
     """
-    if isinstance(top, bool) or not isinstance(top, int):
-        raise TypeError(f"`top` has to be an integer, but is {top!r}.")
-    if top < 1:
-        raise ValueError(f"`top` has to be at least 1, but is {top}.")
+    check_integer(top, "top", 1)
     model = mixed_view(model)
     if not isinstance(model, GenerationMixin):
         raise TypeError(
@@ -229,7 +227,7 @@ def settings_of(call: Call, model: Any) -> dict[str, Any]:
     settings = {}
     for name in dict.fromkeys(n for n in names if n != "transformers_version"):
         values = [getattr(config, name, None) for config in call.configs]
-        value = values[0] if all(v == values[0] for v in values) else values
+        value = values[0] if all_equal(values) else values
         settings[name] = value if isinstance(value, int | float | str | list) else repr(value)
     return settings
 
