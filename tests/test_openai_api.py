@@ -14,15 +14,13 @@ import hfgen
 from hfgen import grammar
 from hfgen.settings.fields import FIELDS
 from hfgen.settings.vllm import PARAMS
-from hfgen.tools.openai_api import (
+from hfgen.tools.openai_api.requests import BODY, CHECKED_AS, OWN, generate_kwargs, prompts_of
+from hfgen.tools.openai_api.responses import (
     chat_response,
     completion_response,
     error_body,
     finish_reason,
-    generate_kwargs,
-    prompts_of,
 )
-from hfgen.tools.openai_api.requests import BODY, CHECKED_AS, OWN
 from tests.tiny import byte_tokenizer
 
 TEMPLATE = (

@@ -12,8 +12,8 @@ from ...engine import Engine, RequestOutput
 from ...engine.many import JobProgress
 from ...engine.many import outputs as outputs_of
 from ...settings.fields import FIELDS
-from .. import openai_api
-from ..openai_api.requests import default_length
+from ..openai_api.requests import default_length, defaults_of, generate_kwargs, prompts_of
+from ..openai_api.responses import chat_response, completion_response, error_body
 from .batch import Line, Output, Requests
 from .loading import Loaded
 from .report import duration
@@ -69,8 +69,7 @@ class Job:
     @property
     def defaults(self) -> dict[str, Any]:
         """Fields of the command line, and of the model's own config."""
-        config = vars(self.loaded.model.generation_config)
-        return {name: value for name, value in config.items() if value is not None} | self.fields
+        return defaults_of(self.loaded.model) | self.fields
 
     def read(self, line: Line) -> tuple[list[list[int]], dict[str, Any]]:
         """The prompts of a line, and the arguments of ``generate``. Raises ``ValueError``."""
@@ -86,12 +85,10 @@ class Job:
         if url not in URLS:
             raise ValueError(f"`url` has to be one of {list(URLS)}, but is {url!r}.")
         is_chat = URLS[url]
-        kwargs = self.fields | openai_api.generate_kwargs(
-            body, is_chat=is_chat, defaults=self.defaults
-        )
+        kwargs = self.fields | generate_kwargs(body, is_chat=is_chat, defaults=self.defaults)
         if not kwargs["do_sample"]:
             kwargs = {n: v for n, v in kwargs.items() if FIELDS[n].needs != "do_sample"}
-        return openai_api.prompts_of(body, self.loaded.tokenizer, is_chat=is_chat), kwargs
+        return prompts_of(body, self.loaded.tokenizer, is_chat=is_chat), kwargs
 
     def finish(self, line: Line, outputs: list[RequestOutput]) -> None:
         """Write the response of a request, or the error of one of its prompts."""
@@ -100,16 +97,16 @@ class Job:
         asked, loaded = line.request["body"], self.loaded
         names = {"model": asked.get("model") or loaded.name, "tokenizer": loaded.tokenizer}
         if URLS[line.request["url"]]:
-            body = openai_api.chat_response(outputs[0], **names)
+            body = chat_response(outputs[0], **names)
         else:
-            body = openai_api.completion_response(outputs, echo=bool(asked.get("echo")), **names)
+            body = completion_response(outputs, echo=bool(asked.get("echo")), **names)
         self.n_answered += 1
         return self.write(line, 200, body, None)
 
     def fail(self, line: Line, error: BaseException) -> None:
         """Write that a line is wrong, or that answering it failed."""
         status = 400 if isinstance(error, IndexError | TypeError | ValueError) else 500
-        body = openai_api.error_body(error, status)
+        body = error_body(error, status)
         kind, message = body["error"]["type"], body["error"]["message"]
         self.n_failed += 1
         self.output.n_failed += 1

@@ -3,9 +3,3 @@
 Bodies are those of ``/v1/chat/completions`` and ``/v1/completions`` (platform.openai.com/docs/api-reference),
 with the further fields of vLLM's server and hfgen's own. Everything here is plain dicts.
 """
-
-from .requests import generate_kwargs, in_words_of, prompts_of
-from .responses import chat_response, completion_response, error_body, finish_reason, usage
-
-__all__ = ["chat_response", "completion_response", "error_body", "finish_reason"]
-__all__ += ["generate_kwargs", "in_words_of", "prompts_of", "usage"]

@@ -161,6 +161,12 @@ def _arguments(name: str, value: Any, fields: Mapping[str, Any], is_chat: bool) 
     return param.becomes(_checked(name, value))
 
 
+def defaults_of(model: Any) -> dict[str, Any]:
+    """The model's own generation config, as far as it says something."""
+    config = vars(model.generation_config)
+    return {name: value for name, value in config.items() if value is not None}
+
+
 def default_length(model: Any, prompt_length: int) -> int:
     """New tokens where nobody limits them: as many as the model has positions for, up to a limit."""
     positions = max_positions(model)

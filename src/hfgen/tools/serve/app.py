@@ -26,7 +26,7 @@ from transformers.cli.serving.utils import BaseGenerateManager, BaseHandler, _St
 from ...engine.engine import Engine
 from ...engine.request import RequestOutput
 from ...engine.serving import ServiceRequest
-from ..openai_api import error_body
+from ..openai_api.responses import error_body
 from .answers import Message, check_open, sse
 from .handlers import Chat, Completion, Handler, Served, refusals, result_of
 from .limits import Limits

@@ -25,6 +25,7 @@ from ...state.text import Pieces, decode
 from ..openai_api.requests import (
     check_messages,
     default_length,
+    defaults_of,
     generate_kwargs,
     in_words_of,
     prompts_of,
@@ -62,12 +63,6 @@ class Served:
     @property
     def tokenizer(self) -> Any:
         return text_tokenizer(self.processor)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The model's own generation config, as far as it says something."""
-        config = vars(self.model.generation_config)
-        return {name: value for name, value in config.items() if value is not None}
 
     def check_name(self, body: dict[str, Any]) -> None:
         """Raise ``ValueError`` if ``body`` is for another model."""
@@ -141,7 +136,7 @@ class Handler:
 
     def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
         """The fields of generation that a body asks for. Raises ``ValueError``."""
-        return generate_kwargs(body, is_chat=self.is_chat, defaults=self.served.defaults)
+        return generate_kwargs(body, is_chat=self.is_chat, defaults=defaults_of(self.served.model))
 
     def read(self) -> None:
         """Check the body and set ``fields``. Raises ``ValueError`` for what a server cannot give, too."""
@@ -195,7 +190,7 @@ class Handler:
     async def add(self, inputs: Any, **kwargs: Any) -> ServiceRequest:
         """Put a prompt, its ids or the model's inputs, into the engine."""
         served, fields, is_ids = self.served, self.fields, not isinstance(inputs, dict)
-        settings = fields | served.defaults
+        settings = fields | defaults_of(served.model)
         length = len(inputs) if is_ids else inputs["input_ids"].shape[-1]
         self.check_length(length)
         if "max_new_tokens" not in settings and "max_length" not in settings:
