@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -186,13 +185,6 @@ def given_cache(model_kwargs: dict[str, Any]) -> Any:
 def repeats_layers(config: Any) -> bool:
     """Whether a forward runs layers several times, and appends cache layers for the later times."""
     return any("loop" in name for name in vars(config))
-
-
-def makes_its_own_cache(class_name: str) -> bool:
-    """Whether the model builds a cache that is no ``Cache`` by itself."""
-    # MiniMax's first release does; M2 and M3 are ordinary attention models.
-    name = class_name.lower().replace("minimaxm2", "").replace("minimaxm3", "")
-    return re.search("reformer|minimax|xlnet|rwkv|xlstm", name) is not None
 
 
 def masks_filled_static_cache(model: Any) -> bool:

@@ -244,7 +244,6 @@ class GenerationMixin(transformers.GenerationMixin):
     _prepare_model_inputs = inputs.prepare_model_inputs
     _maybe_initialize_input_ids_for_generation = inputs.maybe_initialize_input_ids_for_generation
     _prepare_attention_mask_for_generation = inputs.prepare_attention_mask_for_generation
-    _prepare_position_ids_for_generation = inputs.prepare_position_ids_for_generation
     _prepare_decoder_input_ids_for_generation = inputs.prepare_decoder_input_ids_for_generation
     _expand_inputs_for_generation = inputs.expand_inputs_for_generation
     heal_tokens = healing.heal_tokens
@@ -264,8 +263,6 @@ class GenerationMixin(transformers.GenerationMixin):
     # Stage 4: caches
     _prepare_cache_for_generation = caches.prepare_cache_for_generation
     _prepare_static_cache = caches.prepare_static_cache
-    _get_static_cache_init_shape = caches.get_static_cache_init_shape
-    _supports_default_dynamic_cache: Any = classmethod(caches.supports_default_dynamic_cache)
 
     # Stage 5: processors and criteria
     _get_logits_processor = processors.get_logits_processor

@@ -226,19 +226,6 @@ def supports_mm_encoder_outputs(self: Any) -> bool:
     return "mm_encoder_outputs" in parameters(self.forward)
 
 
-def prepare_position_ids_for_generation(
-    self: Any, inputs_tensor: torch.Tensor, model_kwargs: ModelKwargs
-) -> torch.Tensor:
-    """Positions ``(batch, length)`` of attended tokens, 0 for pads; without a mask ``(1, length)``."""
-    if (mask := model_kwargs.get("attention_mask")) is not None:
-        return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-    ids = model_kwargs.get("input_ids")
-    inputs_tensor = ids if ids is not None and ids.shape[1] > 0 else inputs_tensor
-    cache = model_kwargs.get(CACHE)
-    length = inputs_tensor.shape[1] + (0 if cache is None else cache.get_seq_length())
-    return torch.arange(length, dtype=torch.long, device=inputs_tensor.device).unsqueeze(0)
-
-
 def prepare_attention_mask_for_generation(
     self: Any,
     inputs_tensor: torch.Tensor,

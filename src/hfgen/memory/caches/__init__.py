@@ -18,7 +18,6 @@ from transformers.cache_utils import (
     QuantizedCache,
     StaticCache,
 )
-from transformers.configuration_utils import get_head_shapes
 from transformers.generation import utils as generation
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS, GenerationMode
 
@@ -252,28 +251,3 @@ def prepare_cache_for_generation(
     if generation_config.is_assistant:
         cache.activate_past_recording()  # what an assistant drafted may be rolled back
     model_kwargs[name] = cache
-
-
-def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[int]] | None:
-    """Heads and head size, on this device, to allocate a static cache by; a list has one per layer.
-
-    ``None`` where the first update has to tell: layers on several devices, MLA, BLT, uneven heads.
-    """
-    config = self.config.get_text_config(decoder=True)
-    is_spread = len(set(getattr(self, "hf_device_map", {}).values())) > 1
-    if is_spread or any(
-        getattr(e, "qk_head_dim", None) is not None for e in config.per_layer_config
-    ):
-        return None
-    try:
-        heads, head_size = get_head_shapes(config)
-    except AttributeError:
-        return None
-    if (n_devices := getattr(self, "_tp_size", None) or 1) > 1:
-        heads = families.heads_per_rank(self.tp_plan, heads, n_devices)
-    return None if heads is None else (heads, head_size)
-
-
-def supports_default_dynamic_cache(cls: type) -> bool:
-    """Whether forward takes a ``Cache``."""
-    return not families.makes_its_own_cache(cls.__name__)

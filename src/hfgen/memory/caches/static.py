@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from transformers import EncoderDecoderCache, GenerationConfig, StaticCache
@@ -78,9 +79,13 @@ def prepare_static_cache(
             _fill(cross, lease)
     if cross is not None:
         cache = EncoderDecoderCache(cache, cross)
-    elif prefill_chunk_size is not None and (shape := self._get_static_cache_init_shape()):
+    elif prefill_chunk_size is not None:
         # The prefill is compiled too, and would be again if the first chunk found no tensors.
-        cache.early_initialization(batch_size, *shape, dtype=self.dtype, device=self.device)
+        shape = None
+        with suppress(AttributeError):  # heads under other names, as of BLT: the first update tells
+            shape = self._get_static_cache_init_shape()
+        if shape is not None:
+            cache.early_initialization(batch_size, *shape, dtype=self.dtype, device=self.device)
     return cache
 
 
