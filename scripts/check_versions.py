@@ -45,7 +45,7 @@ CORE = [
     f"tests/test_{name}.py"
     for name in (
         "hooks loop patching differences processors stopping seeds stream dynamic_cache static_cache "
-        "assisted engine doctor"
+        "assisted engine doctor cache_names"
     ).split()
 ]
 IMPORTS = """
