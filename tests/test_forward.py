@@ -236,3 +236,22 @@ def test_chunks_need_a_cache(model: Any) -> None:
     with pytest.raises(ValueError, match="`prefill_chunk_size`=2 needs a cache"):
         prefilled(model, IDS, 2)
     assert model.fed == []
+
+
+@pytest.mark.skipif(IS_5_24, reason="since 5.24, it is the KV cache")
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_an_argument_named_cache_is_the_models_own(use_cache: bool) -> None:
+    seen: list[Any] = []
+
+    class Mine(type(tiny.llama())):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, cache: Any = None, **kwargs: Any) -> Any:
+            seen.append(cache)
+            return super().forward(input_ids, **kwargs)
+
+    results = []
+    for cls in (Mine, hfgen.mix_into(Mine)):
+        model = tiny.llama()
+        model.__class__ = cls
+        results.append(model.generate(IDS, cache="mine", max_new_tokens=3, use_cache=use_cache))
+    assert torch.equal(*results)
+    assert seen == ["mine"] * 6

@@ -1,7 +1,7 @@
 """``GenerationMixin``: ``generate()`` as the list of its stages, and the table of hooks.
 
 A stage is a function that takes ``self`` first and is assigned here, under the name by which models
-override and call it. Names and signatures are those of transformers 5.23.
+override and call it. Names and signatures are those of the installed transformers.
 """
 
 from __future__ import annotations

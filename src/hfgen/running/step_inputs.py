@@ -69,6 +69,8 @@ def prepare_inputs_for_generation(
     compilable cache the mask becomes four-dimensional. Other kwargs are passed on.
     """
     former = kwargs.pop("past_key_values", None)  # its name before transformers 5.24
+    if not families.IS_5_24 and not isinstance(cache, Cache | None):
+        kwargs["cache"], cache = cache, former  # an argument of the model's own
     cache = former if cache is None else cache
     is_encoder_decoder = self.config.is_encoder_decoder
     prefix = "decoder_" if is_encoder_decoder else ""
