@@ -207,8 +207,12 @@ class PlainMatch:
         choices: Any = (self._choice(run, rows, each, length) for length, each in raw)
         if logits.is_cpu:  # to read is free, and later positions may not matter
             guesses = rows.guesses.tolist()
-        else:
-            choices, guesses = self._read([*choices], rows.guesses)
+        else:  # one copy: tokens and flags of all positions, and the guesses
+            choices = [*choices]
+            columns = [part[:, None] for _, *parts in choices for part in parts]
+            table, n = torch.cat([*columns, rows.guesses], dim=1).cpu(), len(columns)
+            pairs = zip(choices, table[:, :n].T.split(2), strict=True)
+            choices, guesses = [(each[0], *pair) for each, pair in pairs], table[:, n:].tolist()
         rows.drafted = [sum(guess >= 0 for guess in row) for row in guesses]
         known, ended = [*rows.known], [*rows.has_ended]
         # A round of ended rows forwards known tokens, and all their scores are returned.
@@ -252,13 +256,3 @@ class PlainMatch:
             return scores, *run.row_choice.choose(scores, length)
         tokens = scores.argmax(dim=-1)  # with a NaN: its index
         return scores, tokens, scores.gather(1, tokens[:, None])[:, 0].isnan()
-
-    @staticmethod
-    def _read(
-        choices: list[tuple[Tensor, Tensor, Tensor]], guesses: Tensor
-    ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[list[int]]]:
-        """Copy the tokens and flags of all positions, and the guesses, to the host at once."""
-        columns = [part[:, None] for _, *parts in choices for part in parts]
-        table, n = torch.cat([*columns, guesses], dim=1).cpu(), len(columns)
-        pairs = zip(choices, table[:, :n].T.split(2), strict=True)
-        return [(scores, *pair) for (scores, _, _), pair in pairs], table[:, n:].tolist()
