@@ -271,14 +271,12 @@ class Row:
         self.limit = 2 * self.lookbehind
 
     def follow(self, drafted: list[int]) -> list[int]:
+        """The target's ids for the text of ``drafted`` behind what is known; none where it is not sure."""
         old = self.own.text(self.newest)
         text = self.own.text(self.newest + drafted).rstrip(INCOMPLETE)
-        return self.appended(text[len(old) :]) if text.startswith(old) else []
-
-    def appended(self, text: str) -> list[int]:
-        """The target's ids of ``text`` behind what is known."""
-        if not text:
+        if text == old or not text.startswith(old):
             return []
+        text = text[len(old) :]
         known_ids = self.tokens[-self.lookbehind :]
         known = self.target.text(known_ids)
         complete = known.rstrip(INCOMPLETE)
