@@ -50,11 +50,8 @@ def scoring(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head") or not is_exact(model):
             return fused_forward(*args, **kwargs)
-        ids, labels, mask = (
-            kwargs["input_ids"],
-            kwargs["labels"][:, 1:],
-            kwargs.get("attention_mask"),
-        )
+        ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+        labels = kwargs["labels"][:, 1:]
         is_scored = labels != -100
         n_before = int(is_scored.any(dim=0).int().argmax())  # columns of prompts alone
         n = labels.shape[1] - n_before
