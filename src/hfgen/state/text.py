@@ -182,9 +182,7 @@ class Spelling:
 
     def text(self, ids: list[int]) -> str:
         known = [token for token in ids if token < self.size]
-        return self.tokenizer.decode(
-            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return decode(self.tokenizer, known, skip_special_tokens=True)
 
     def ids(self, text: str) -> list[int]:
         ids = self.tokenizer.encode(text, add_special_tokens=False) if text else []
