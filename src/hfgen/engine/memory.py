@@ -1,6 +1,5 @@
 """The memory of requests: estimates for admission, and rows that move to the host when memory runs out.
 
-With optimistic admission, only a share of a request's growth is reserved, since most end before their longest.
 Nothing is computed twice: a request that comes back continues with the next token.
 """
 

@@ -33,11 +33,7 @@ State = Literal["new", "waiting", "prefill", "decoding", "done"]
 
 @dataclass(eq=False)
 class Item:
-    """A request as the scheduler sees it; an engine's are ``EngineRequest``s.
-
-    ``n_bytes`` is what it takes at its longest; ``n_bytes_now`` what it takes without growth, which only optimistic
-    admission reads (see ``resize``). ``n_done`` may be raised by what a prefix cache has.
-    """
+    """A request as the scheduler sees it; an engine's are ``EngineRequest``s."""
 
     n_tokens: int = 0  # to prefill
     n_rows: int = 1
@@ -45,7 +41,7 @@ class Item:
     priority: int = 0
     is_whole: bool = False  # its prefill cannot be cut into chunks
     n_done: int = 0  # tokens prefilled, or found in a prefix cache
-    n_bytes_now: float | None = None  # without growth; not known: all of `n_bytes` is reserved
+    n_bytes_now: float | None = None  # without growth, if `optimistic`; None: `n_bytes` is reserved
     stays: bool = False  # beside the batches: it cannot be taken out
 
     # Written by the scheduler.
@@ -109,9 +105,9 @@ POLICIES: dict[str, Callable[[Item], float]] = {"fcfs": fcfs, "srpt": srpt, "pri
 class Scheduler:
     """Items wait, prefill, decode and leave; their rows and bytes are theirs from admission on.
 
-    With ``optimistic``, an item is admitted with only a share of its growth reserved. When the bytes held grow beyond
-    ``max_bytes`` (``resize``), ``victims`` are taken out of the batch, and wait again (``readmit``). All is reserved for
-    an item that comes back: it is taken out once at most.
+    With ``optimistic``, an item is admitted with only a share of its growth reserved, since most end before their
+    longest. When the bytes held grow beyond ``max_bytes`` (``resize``), ``victims`` are taken out of the batch, and wait
+    again (``readmit``). All is reserved for an item that comes back: it is taken out once at most.
 
     Times are seconds of any one clock. Threads have to take turns.
 

@@ -1,8 +1,4 @@
-"""Which keys a row sees, and where they lie: masks of exact attention, which carry this through a model's layers.
-
-A ``Span`` takes a row's keys from the columns of a padded batch, so that its first key begins a block. The rows of a
-``Group`` are computed together, with keys behind the shorter ones that nobody sees.
-"""
+"""Which keys a row sees, and where they lie: masks of exact attention, which carry this through a model's layers."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ local = _OfThread()
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of a batch whose keys lie in the same columns.
+    """Rows of a padded batch whose keys lie in the same columns, of which the first begins a block.
 
     ``start``: the column of their first key. ``n_dropped``: keys of its block that the cache no longer has, behind a
     window. ``columns``: of all keys, if columns of padding lie between them; else None.

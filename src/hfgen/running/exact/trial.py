@@ -1,7 +1,4 @@
-"""Tests on this machine whether each kind of operation is exact, and then the whole model.
-
-The model forwards rows of random tokens alone, in padded batches, and in steps with a cache.
-"""
+"""Tests on this machine whether each kind of operation is exact, and then the whole model (``ways``)."""
 
 from __future__ import annotations
 

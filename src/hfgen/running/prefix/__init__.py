@@ -1,7 +1,4 @@
-"""The prefix cache: common beginnings of prompts, computed once and kept across calls.
-
-``begin`` fills the call's own empty cache before decoding; the call then continues a cache.
-"""
+"""The prefix cache: common beginnings of prompts, computed once and kept across calls. Read ``session.py`` first."""
 
 from .cache import PrefixCache, PrefixStats
 from .session import begin, check, take_argument
