@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from hfgen.running import step_inputs
-from hfgen.running.step_inputs import count_on, grow, ones, repeat_last, zeros
+from hfgen.running.step_inputs import grow
+
+ones, count_on, repeat_last, zeros = step_inputs._fillers(False).values()
 
 
 def test_a_mask_grows_by_ones():

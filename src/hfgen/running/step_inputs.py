@@ -201,21 +201,6 @@ def grow(tensor: Tensor, count: int, fill: Fill) -> Tensor:
     return view
 
 
-def ones(tensor: Tensor, count: int) -> Tensor:
-    """Columns of ones, for attention masks ``(rows, length)``."""
-    return tensor.new_ones((tensor.shape[0], count))
-
-
-def zeros(tensor: Tensor, count: int) -> Tensor:
-    """Columns of zeros, for multimodal token types ``(rows, length)``."""
-    return tensor.new_zeros((tensor.shape[0], count))
-
-
-def repeat_last(tensor: Tensor, count: int) -> Tensor:
-    """The last column again, for token types."""
-    return tensor[..., -1:].expand(*tensor.shape[:-1], count)
-
-
 def count_on(tensor: Tensor, count: int) -> Tensor:
     """Consecutive numbers after the last column, for positions."""
     steps = torch.arange(1, count + 1, dtype=tensor.dtype, device=tensor.device)
@@ -227,8 +212,9 @@ def _fillers(is_encoder_decoder: bool) -> dict[str, Fill]:
     """The arguments with a column per token, and how each goes on after the last one."""
     prefix = "decoder_" if is_encoder_decoder else ""
     return {
-        prefix + "attention_mask": ones,
+        prefix + "attention_mask": lambda mask, n: mask.new_ones((len(mask), n)),
         prefix + "position_ids": count_on,
-        "token_type_ids": repeat_last,
-        "mm_token_type_ids": zeros,  # what is generated is text
+        "token_type_ids": lambda types, n: types[..., -1:].expand(*types.shape[:-1], n),
+        # What is generated is text.
+        "mm_token_type_ids": lambda types, n: types.new_zeros((len(types), n)),
     }
