@@ -217,3 +217,17 @@ def test_the_first_entry_has_the_prompt() -> None:
     ]
     assert [step[0].shape[1] for step in output.hidden_states] == [5, 1, 1]
     assert output.past_key_values.get_seq_length() == 7  # the last token was not fed
+
+
+@pytest.mark.parametrize("flag", [[0, 2], True, torch.tensor(True)])
+def test_hidden_states_of_some_layers(flag: Any) -> None:
+    options = {"max_new_tokens": 3, "return_dict_in_generate": True, "eos_token_id": None}
+    ours = hfgen.mix_into(tiny.llama()).generate(
+        tiny.prompt(1), output_hidden_states=flag, **options
+    )
+    asked = flag if isinstance(flag, list) else bool(flag)
+    theirs = tiny.llama().generate(tiny.prompt(1), output_hidden_states=asked, **options)
+    for mine, expected in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        for a, b in zip(mine, expected, strict=True):  # None for a layer that is not asked for
+            assert (a is None) == (b is None)
+            assert a is None or torch.allclose(a, b)

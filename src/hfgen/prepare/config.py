@@ -219,7 +219,7 @@ def prepare_generation_config(
         config.use_cache = False
     for flag in ("output_attentions", "output_hidden_states"):  # the model's forward needs these
         if value := getattr(config, flag):
-            model_kwargs[flag] = bool(value)
+            model_kwargs[flag] = value
     return config, model_kwargs
 
 

@@ -185,6 +185,7 @@ FLAG_OR_LAYERS = _flag(
         if isinstance(value, list | tuple | set | range)
         else _is_flag(value)
     ),
+    lambda value: value if isinstance(value, list | tuple | set | range) else bool(value),
     plain_types=(bool, int),
 )
 INTEGER = _integer("an integer", is_integer)
