@@ -7,7 +7,7 @@ import importlib.util
 
 from packaging import version
 
-TESTED = ("5.23",)  # versions of transformers whose server the adapter is tested with
+TESTED = ("5.23", "5.24")  # versions of transformers whose server the adapter is tested with
 
 #: What the server imports, all of it in the extra ``hfgen[serve]``.
 PACKAGES = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
