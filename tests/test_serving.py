@@ -384,8 +384,8 @@ def test_the_thread_ends_with_an_event_loop_that_was_closed() -> None:
 
 def test_the_server_says_which_transformers_it_is_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    for installed in "5.21.0", "5.24.0.dev0", "6.0":
-        with pytest.raises(ImportError, match=rf"5\.23\.x, but {installed} is"):
+    for installed in "5.21.0", "5.25.0.dev0", "6.0":
+        with pytest.raises(ImportError, match=rf"5\.23\.x, 5\.24\.x, but {installed} is"):
             serve.check_requirements(installed)
     serve.check_requirements(f"{serve.TESTED[-1]}.7")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
