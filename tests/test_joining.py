@@ -265,7 +265,7 @@ def layers_length(batch: Batch) -> list[Any]:
         ("minimax_m3_vl_text", "a MiniMaxM3VLSparseCacheLayer"),
         ("blt", "without `encoder_outputs`"),
         ("rwkv", "`state`"),
-        ("xlstm", "`cache" if IS_5_24 else "`cache_params`"),
+        ("xlstm", "`cache`" if IS_5_24 else "`cache_params`"),
     ],
 )
 def test_what_is_not_declared_is_refused_by_name(family: str, match: str) -> None:

@@ -185,7 +185,7 @@ FLAG_OR_LAYERS = _flag(
         if isinstance(value, list | tuple | set | range)
         else _is_flag(value)
     ),
-    lambda value: value if isinstance(value, list | tuple | set | range) else bool(value),
+    lambda value: bool(value) if _is_flag(value) else value,
     plain_types=(bool, int),
 )
 INTEGER = _integer("an integer", is_integer)
