@@ -586,10 +586,9 @@ LAYER_TYPES = {
 
 
 @pytest.mark.parametrize("reorders", [False, True], ids=["", "beams"])
-@pytest.mark.parametrize("prompt", [1, 60, 170])
+@pytest.mark.parametrize("prompt", [1, 170])
 @pytest.mark.parametrize(
-    ("kind", "window"),
-    [("full", 16), ("window", 16), ("window", 150), ("mixed", 16), ("mixed", 150)],
+    ("kind", "window"), [("full", 16), ("window", 16), ("window", 150), ("mixed", 16)]
 )
 def test_memory_is_never_above_upstreams_peak(
     kind: str, window: int, prompt: int, reorders: bool

@@ -108,7 +108,8 @@ def test_most_families_are_not_left_out() -> None:
 
 @pytest.mark.parametrize("family", PASSING)
 def test_tokens_of_transformers(family: str) -> None:
-    check(learn.generate, family, *CALLS)
+    greedy, *others = CALLS
+    check(learn.generate, family, greedy, others[PASSING.index(family) % 2])
 
 
 #: Some with sliding windows, with a state, with experts, without positions or a cache.

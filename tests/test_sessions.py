@@ -29,7 +29,7 @@ NAMED = (
     *("t5", "bart_seq2seq", "marian_seq2seq", "m2m_100"),
     *("llava", "qwen2_vl", "paligemma", "mllama"),
 )
-N_EXAMPLES = int(os.environ.get("HFGEN_FUZZ", 6 * len(NAMED))) // len(NAMED)
+N_EXAMPLES = int(os.environ.get("HFGEN_FUZZ", 3 * len(NAMED))) // len(NAMED)
 
 #: Ids of the smallest vocabulary that are not special.
 TOKENS = st.integers(5, 60)

@@ -75,7 +75,7 @@ class Family:
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Build a model from random weights without touching the caller's random state."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return build().eval()
 
 

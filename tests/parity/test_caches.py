@@ -21,7 +21,7 @@ FAMILIES = (
     "llama gpt2 gemma3_text deepseek_v3 qwen3_next t5 bart_seq2seq whisper qwen2_vl jamba"
 ).split()
 
-SEED, PER_KIND = 3, 16
+SEED, PER_KIND = 3, 10
 
 #: Kinds whose cases are several calls.
 IN_A_ROW = ("reused", "prefix")

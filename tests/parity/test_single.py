@@ -58,7 +58,7 @@ def singles(option: Option, family: Family) -> Iterator[Case]:
 
 
 #: How many of these each option is tried on, in turns; `make parity` draws from all families.
-N_FAMILIES = 6
+N_FAMILIES = 4
 
 SINGLES = [
     pytest.param(option, FAMILIES[name], id=f"{option.name}-{name}")
