@@ -24,7 +24,7 @@ from ray.data.checkpoint import CheckpointConfig
 
 from hfgen.ray import Generate
 
-N_ROWS = 48
+N_ROWS = 24
 KWARGS = {"do_sample": True, "max_new_tokens": 12, "max_rows": 8}
 
 
@@ -76,8 +76,8 @@ def ended_once(marker: Path, at: int, end: Any) -> Any:
 
 def test_an_actor_is_killed_and_every_row_comes_once(tmp_path: Path, expected: dict[int, str]):
     marker = tmp_path / "killed"
-    kill = ended_once(marker, 29, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    answered = ray.data.from_items(items(), override_num_blocks=6).map_batches(
+    kill = ended_once(marker, 13, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    answered = ray.data.from_items(items(), override_num_blocks=3).map_batches(
         Generate,
         fn_constructor_args=("builtin",),
         fn_constructor_kwargs={"arguments": {"seed": "id"}, "logits_processor": [kill], **KWARGS},
