@@ -56,7 +56,28 @@ def test_an_override_may_pass_on_the_former_name() -> None:
 
     model = tiny.llama()
     model.__class__ = hfgen.mix_into(Old)
-    assert torch.equal(model.generate(IDS, **OPTIONS), tiny.llama().generate(IDS, **OPTIONS))
+    with pytest.warns(FutureWarning, match="`past_key_values`.*`cache`") as caught:
+        assert torch.equal(model.generate(IDS, **OPTIONS), tiny.llama().generate(IDS, **OPTIONS))
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_an_override_may_make_a_cache_under_the_former_name() -> None:
+    class Old(type(tiny.llama())):  # type: ignore[misc]
+        def _prepare_cache_for_generation(self, config: Any, kwargs: Any, *_: Any) -> None:
+            kwargs.setdefault("past_key_values", DynamicCache(config=self.config))
+
+    model, old = hfgen.mix_into(tiny.llama()), tiny.llama()
+    old.__class__ = hfgen.mix_into(Old)
+    expected = model.generate(IDS, **OPTIONS)
+    for decodes, options in (
+        (old, {}),
+        (old, {"prefill_chunk_size": 4}),
+        (old, {"prompt_lookup_num_tokens": 2}),
+        (model, {"assistant_model": old}),
+    ):
+        with pytest.warns(FutureWarning, match="`past_key_values`"):
+            found = decodes.generate(IDS, **OPTIONS, **options)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", [CACHE, *sorted(FORMER_NAMES)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -170,16 +171,21 @@ def penalty_spares_padding() -> bool:
 
 def cache_argument(model: Any) -> str:
     """The name under which forward takes the cache: before transformers 5.24, Mamba's is another one."""
-    is_mamba = not IS_5_24 and "mamba" in type(model).__name__.lower()
-    return "cache_params" if is_mamba else CACHE
+    return CACHE if IS_5_24 or "mamba" not in type(model).__name__.lower() else "cache_params"
 
 
 def given_cache(model_kwargs: dict[str, Any]) -> Any:
     """The cache in ``model_kwargs`` under any name, or ``None``."""
-    for name in ALL_CACHE_NAMES:
-        if (cache := model_kwargs.get(name)) is not None:
-            return cache
-    return None
+    caches = map(model_kwargs.get, ALL_CACHE_NAMES)
+    return next((cache for cache in caches if cache is not None), None)
+
+
+def rename_cache(kwargs: dict[str, Any], stacklevel: int) -> None:
+    """Give the cache in ``kwargs`` its name of today, with a warning, if it has a former one."""
+    for name in FORMER_NAMES & kwargs.keys():
+        text = f"`{name}` is called `{CACHE}` since transformers 5.24: name the cache so."
+        warnings.warn(text, FutureWarning, stacklevel=stacklevel)
+        kwargs.setdefault(CACHE, kwargs.pop(name))
 
 
 def repeats_layers(config: Any) -> bool:

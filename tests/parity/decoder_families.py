@@ -655,8 +655,12 @@ ROWS: list[Family] = [
             n_input_layers=1,
             n_output_layers=1,
             recurrent_kv_cache_mode=mode,
+            unsupported=unsupported,
         )
-        for name, mode in (("dory", "per_loop"), ("dory_last_loop", "last_loop"))
+        for name, mode, unsupported in (
+            ("dory", "per_loop", {}),
+            ("dory_last_loop", "last_loop", NO_STATIC),
+        )
     ),
     text(
         "inkling2_loop_text",

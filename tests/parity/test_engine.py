@@ -27,6 +27,7 @@ CASES += [
     EngineCase("openai-gpt", 635060),
     EngineCase("roformer", 267025),
     EngineCase("speech_to_text", 847096),
+    EngineCase("xlm", 165807),
 ]
 CASES += [EngineCase("pp_formulanet", 641029)] if "pp_formulanet" in FAMILIES else []
 CASES += draw_cases(11, 24, FAMILIES_OF_TEXT)

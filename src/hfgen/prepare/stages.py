@@ -31,8 +31,7 @@ def prepare(
     Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used, and
     ``RankError`` for those of other processes that forward the model together with this one.
     """
-    if families.FORMER_NAMES & request.kwargs.keys():
-        request.rename_cache()
+    families.rename_cache(request.kwargs, stacklevel=5)
     # Arguments of the caller's function and of the model that only share a name with hfgen's.
     of_callable: dict[str, Any] = {}
     of_model: dict[str, Any] = {}

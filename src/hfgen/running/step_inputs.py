@@ -68,10 +68,11 @@ def prepare_inputs_for_generation(
     ``next_sequence_length``. Embeddings take the place of ids in the first forward only. For a
     compilable cache the mask becomes four-dimensional. Other kwargs are passed on.
     """
-    former = kwargs.pop("past_key_values", None)  # its name before transformers 5.24
+    families.rename_cache(kwargs, stacklevel=3)
+    named = kwargs.pop(CACHE, None)  # another name than the parameter's, or a former one
     if not families.IS_5_24 and not isinstance(cache, Cache | None):
-        kwargs["cache"], cache = cache, former  # an argument of the model's own
-    cache = former if cache is None else cache
+        kwargs["cache"], cache = cache, named  # an argument of the model's own
+    cache = named if cache is None else cache
     is_encoder_decoder = self.config.is_encoder_decoder
     prefix = "decoder_" if is_encoder_decoder else ""
     ids_name, positions_name = prefix + "input_ids", prefix + "position_ids"

@@ -13,7 +13,6 @@ Shapes, everywhere in hfgen:
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..families import CACHE, FORMER_NAMES
+from ..families import CACHE
 from ..settings.vllm import TO_LAST_POSITION
 from .run import RowParams, Run, Strategy
 
@@ -45,13 +44,6 @@ class Request:
     negative_prompt_attention_mask: torch.Tensor | None = None
     custom_generate: str | Callable | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def rename_cache(self) -> None:
-        """Give the cache its name of today, with a warning, if it has a former one."""
-        for name in FORMER_NAMES & self.kwargs.keys():
-            text = f"`{name}` is called `{CACHE}` since transformers 5.24: pass the cache as that."
-            warnings.warn(text, FutureWarning, stacklevel=5)
-            self.kwargs.setdefault(CACHE, self.kwargs.pop(name))
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -136,6 +136,7 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     model._prepare_cache_for_generation(
         config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
     )
+    families.rename_cache(model_kwargs, stacklevel=2)
     cache = model_kwargs.get(name)
     if hasattr(model, "exactness") and isinstance(layers.decoder_cache(cache), QuantizedCache):
         raise ValueError(

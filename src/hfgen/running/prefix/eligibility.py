@@ -36,6 +36,7 @@ UNSTEADY = {
     "blt": "it has states of patches, which are several tokens, not one state per token",
     "cpmant": "it puts tokens of its own before a prompt, not one state per token",
     "prophetnet": "behind a cache, it takes one token at a time",
+    "xlm": "it forwards a mask token behind the ids, whose keys it keeps",
     "imagegpt": "its own mask is cut from the end of a static cache",
 }
 
