@@ -218,7 +218,9 @@ def test_chunks_of_a_decoders_prompt_leave_the_encoders_mask_whole(build, n_deco
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 1}])
 def test_training_mode_with_gradient_checkpointing_decodes_without_a_cache(options):
     options = {"max_new_tokens": 6, **options}
-    model, ids = hfgen.mix_into(tiny.llama()), tiny.prompt(2)
+    model, ids = hfgen.mix_into(tiny.gpt2()), tiny.prompt(2)
+    for dropout in (m for m in model.modules() if isinstance(m, torch.nn.Dropout)):
+        dropout.p = 0.0
     expected = model.generate(ids, **options)
     model.train().gradient_checkpointing_enable()
     assert model.generate(ids, **options).tolist() == expected.tolist()

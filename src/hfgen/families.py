@@ -188,6 +188,12 @@ def rename_cache(kwargs: dict[str, Any], stacklevel: int) -> None:
         kwargs.setdefault(CACHE, kwargs.pop(name))
 
 
+def drops_cache(module: Any) -> bool:
+    """Whether it drops the cache in training mode: since transformers 5.24, few that checkpoint activations do."""
+    may_drop = not IS_5_24 or type(module).__name__.endswith(("GPT2Model", "BlipTextEncoder"))
+    return may_drop and getattr(module, "gradient_checkpointing", False)
+
+
 def repeats_layers(config: Any) -> bool:
     """Whether a forward runs layers several times, and appends cache layers for the later times."""
     return any("loop" in name for name in vars(config))
@@ -321,8 +327,7 @@ def token_embedding(model: Any) -> nn.Embedding | None:
 
 def position_table(model: Any) -> nn.Embedding | None:
     """The table of learned positions, if the decoder has one; that of an image's patches is another."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    decoder = decoder or model
+    decoder = (model.get_decoder() if hasattr(model, "get_decoder") else None) or model
     for name, module in decoder.named_modules() if isinstance(decoder, nn.Module) else ():
         if isinstance(module, nn.Embedding) and ("pos" in name or name.endswith("wpe")):
             return module

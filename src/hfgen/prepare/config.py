@@ -203,13 +203,8 @@ def prepare_generation_config(
             f"Passing `generation_config` together with {sorted(overridden)} is deprecated: the arguments "
             "win over the object. Pass one object, or only arguments."
         )
-    # Since transformers 5.24, they keep it where no gradients are computed.
-    trains_with_cache = (
-        not families.IS_5_24 and getattr(self, "training", False) and config.use_cache
-    )
-    if trains_with_cache and any(
-        getattr(m, "gradient_checkpointing", False) for m in families.modules_of(self)
-    ):
+    trains_with_cache = getattr(self, "training", False) and config.use_cache
+    if trains_with_cache and any(map(families.drops_cache, families.modules_of(self))):
         why = (
             "in training mode, layers that checkpoint activations drop the cache. Call model.eval()"
         )
