@@ -15,7 +15,7 @@ import transformers
 
 import hfgen
 from hfgen.decoding import activations
-from hfgen.running import prompts
+from hfgen.running import prompts, shared_prefix
 from hfgen.running.exact import spans, switch, trial
 from tests import tiny
 from tests.test_fanout import IDS, MASK, rows_and_lengths
@@ -56,6 +56,53 @@ def recording(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         finally:
             may_go_on.set()
         assert len(call.result().activations) == len(model.model.layers)
+
+
+@contextmanager
+def held(function: Callable[[Any], Any], model: Any) -> Iterator[None]:
+    """Another thread is in the first forward that ``function(model)`` makes."""
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            is_inside.set()
+            assert may_go_on.wait(60)
+
+    with ThreadPoolExecutor(1) as threads, model.lm_head.register_forward_hook(hold):
+        call = threads.submit(function, model)
+        try:
+            assert is_inside.wait(60)
+            yield
+        finally:
+            may_go_on.set()
+        call.result(60)
+
+
+@pytest.mark.parametrize(
+    "function", [hfgen.card, lambda model: shared_prefix.forward(model, [[5, 6, 7]])]
+)
+def test_a_trial_leaves_what_other_threads_set_on_the_model(function: Any, model: Any) -> None:
+    """A training loop's mode, and that transformers has put its hooks for hidden states on the layers."""
+    ids = tiny.prompt(1, 6)
+    options = {**GREEDY, "output_hidden_states": True, "return_dict_in_generate": True}
+    with held(function, model):
+        during = model.generate(ids, **options)
+        model.train()
+    assert all(module.training for module in model.modules())
+    after = model.eval().generate(ids, **options)
+    assert [len(states) for states in after.hidden_states] == [3, 3, 3, 3]
+    assert torch.equal(after.sequences, during.sequences)
+
+
+def test_a_card_is_made_in_eval_mode_beside_one_that_trains(model: Any) -> None:
+    """The trial leaves the mode to the thread that trains, from its first forward on."""
+    expected = hfgen.card(model)
+    model.train()
+    model.lm_head.register_forward_hook(lambda *_: modes.append(model.training))
+    modes: list[bool] = []
+    assert hfgen.card(model).operations == expected.operations
+    assert modes == [True]
+    assert model.training
 
 
 def test_draws_of_another_thread_are_not_taken_for_the_models(
@@ -152,6 +199,23 @@ def test_a_call_of_transformers_goes_on_where_another_thread_patches(other: Any)
         while hfgen.is_active(model):
             hfgen.unpatch()
     assert torch.equal(found, expected)
+
+
+def test_two_threads_mix_a_class_at_once(other: Any) -> None:
+    """All of its models have one class: the other thread mixes it while this one makes the mixed class."""
+    classes = list[Any]()
+
+    class Meta(type(transformers.LlamaForCausalLM)):  # type: ignore[misc]
+        def __new__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
+            if hfgen.GenerationMixin in bases and not classes:
+                classes.append(None)
+                classes[0] = other(lambda: hfgen.mix_into(Model))
+            return super().__new__(cls, name, bases, names)
+
+    class Model(transformers.LlamaForCausalLM, metaclass=Meta):
+        pass
+
+    assert hfgen.mix_into(Model) is classes[0] is hfgen.mix_into(Model)
 
 
 def test_two_threads_prepare_exact_models_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from ..memory import fingerprint
 from .exact.layers import hooked
 from .exact.switch import is_exact
 from .optimization.choice import is_optimized
-from .row_states import restored
+from .views import view_of_all
 
 #: The parts of an environment, in the order in which differences are looked for.
 SECTIONS = ("versions", "machine", "model", "kernels", "weights", "tokenizer", "operations")
@@ -103,7 +103,8 @@ def _tokenizer(tokenizer: Any) -> dict[str, str]:
 def _operations(model: Any) -> dict[str, str]:
     """Digests of the outputs of layers without layers inside, for ``TRIED_IDS``; none of other models."""
     digests: dict[str, str] = {}
-    names = {leaf: name for name, leaf in model.named_modules() if not any(leaf.children())}
+    view = view_of_all(model).eval()  # other threads' calls go on in the model's own mode
+    names = {leaf: name for name, leaf in view.named_modules() if not any(leaf.children())}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module in names and isinstance(output, Tensor):
@@ -112,8 +113,8 @@ def _operations(model: Any) -> dict[str, str]:
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.tensor([[token % vocab for token in TRIED_IDS]], device=model.device)
     try:
-        with restored(model), hooked(model, note), torch.no_grad():
-            model.eval()(input_ids=ids, use_cache=False)
+        with hooked(view, note), torch.no_grad():
+            view(input_ids=ids, use_cache=False)
     except Exception:  # a model that takes no text alone
         return {}
     return digests

@@ -15,7 +15,8 @@ from ..memory.batch import Batch
 from ..memory.caches.layers import layers_of
 from .executor import next_token
 from .prefix import eligibility
-from .row_states import have_changed, module_tensors, restored
+from .row_states import have_changed, module_tensors
+from .views import view_of_all
 
 #: How many columns of padding are tried.
 N_COLUMNS = 4
@@ -66,7 +67,7 @@ def hides_padding(model: Any, batch: Batch, *, between: bool = False) -> bool:
     if isinstance(cache, Cache) and not holds_rows:
         return False  # the model ignores its cache (OpenAI GPT), and reads the padding at each step
     row = copy.deepcopy(batch, {id(model): model})
-    row.model = model
+    row.model = model = view_of_all(model)
     if len(row) > 1:
         row.take(torch.tensor([0]))
     # Of equal tokens, attention gives the mean at any distance.
@@ -74,16 +75,15 @@ def hides_padding(model: Any, batch: Batch, *, between: bool = False) -> bool:
     longer, twice = (copy.deepcopy(row, {id(model): model}) for _ in range(2))
     twice.append(row)
     before = module_tensors(model)
-    with restored(model):
-        for _ in range(N_COLUMNS):
-            _decode(longer)
-        if have_changed(model, before):
-            return False  # a module remembers rows
-        if between:
-            _hide_newest(longer, row)
-        else:
-            longer.append(row)
-        padded, beside, alone = (_decode(rows)[-1] for rows in (longer, twice, row))
+    for _ in range(N_COLUMNS):
+        _decode(longer)
+    if have_changed(model, before):
+        return False  # a module remembers rows
+    if between:
+        _hide_newest(longer, row)
+    else:
+        longer.append(row)
+    padded, beside, alone = (_decode(rows)[-1] for rows in (longer, twice, row))
     is_finite = alone.isfinite()
     if not torch.equal(is_finite, padded.isfinite()):
         return False  # a mask of float64's smallest numbers overflows (ProphetNet)

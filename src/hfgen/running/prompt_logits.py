@@ -24,8 +24,7 @@ from ..memory.caches.dynamic import GrowingCache
 from ..state.run import Run
 from .executor import forward_prompt
 from .prompts import with_own_states
-from .row_states import restored
-from .views import replaced
+from .views import replaced, view_of_all
 
 #: Positions of a row that go through the head together, at most, and bytes of their logits in float32.
 POSITIONS, BYTES = 1024, 2**27
@@ -74,25 +73,23 @@ class PromptLogits:
         """The logits; ``watched``: the body of the call's own prefill, if it was watched."""
         if watched is not None and watched.covers(self.ids):
             return watched.logits(self.ids)
-        body = None if self.is_encoder_decoder else Body.of_model(self.model)
+        body = None if self.is_encoder_decoder else Body.of_model(view_of_all(self.model))
         if body is None:
             return self.at_once()
         kwargs = self.kwargs
         if self.config.prefill_chunk_size is not None:
             decoder = self.model.config.get_text_config(decoder=True)
             kwargs = kwargs | {CACHE: GrowingCache(config=decoder), "use_cache": True}
-        with restored(self.model):
-            forward_prompt(body.view(), self.ids, self.config, kwargs)
+        forward_prompt(body.view(), self.ids, self.config, kwargs)
         return body.logits(self.ids) if body.covers(self.ids) else self.at_once()
 
     def at_once(self) -> Iterator[Tensor]:
         """All logits of one forward, in pieces."""
-        model: Any = self.model
-        with restored(model):
-            model_inputs = model.prepare_inputs_for_generation(
-                self.ids, next_sequence_length=None, is_first_iteration=True, **self.kwargs
-            )
-            logits = model(**model_inputs, return_dict=True).logits
+        model: Any = view_of_all(self.model)
+        model_inputs = model.prepare_inputs_for_generation(
+            self.ids, next_sequence_length=None, is_first_iteration=True, **self.kwargs
+        )
+        logits = model(**model_inputs, return_dict=True).logits
         yield from logits.split(POSITIONS, dim=1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -150,20 +149,6 @@ def module_tensors(model: Any) -> ModuleTensors:
 def have_changed(model: Any, before: ModuleTensors) -> bool:
     """Whether a module got another tensor since ``module_tensors``, or one was written to."""
     return not module_tensors(model).keys() <= before.keys()
-
-
-@contextmanager
-def restored(model: Any) -> Iterator[None]:
-    """Restore the modules' attributes at the end, whatever forwards have left there."""
-    before = [(module, dict(vars(module))) for module in families.modules_of(model)]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            now = vars(module)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update({n: v for n, v in attributes.items() if now.get(n) is not v})
 
 
 #: Devices that have generators of their own, and copy to the host while they compute.

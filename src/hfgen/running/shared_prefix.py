@@ -18,7 +18,7 @@ from .prefix import eligibility
 from .prefix.radix import bytes_per_token
 from .prefix.session import attention_layers, key_values, recording_cache
 from .prompt_logits import Body
-from .row_states import restored
+from .views import view_of_all
 
 
 def may_share(model: Any, max_length: int) -> bool:
@@ -104,14 +104,14 @@ def forward(
         kwargs[CACHE] = prefixes.cache
     if model._supports_logits_to_keep():
         kwargs["logits_to_keep"] = 0
-    with restored(model):
-        if (body := Body.of_model(model)) is not None:
-            body.view()(**kwargs, return_dict=True)
-            if not body.covers(ids):
-                body = None
-                if prefixes is not None:
-                    layers.roll_back(prefixes.cache, n)
-        logits: Any = None if body is not None else model(**kwargs, return_dict=True).logits
+    model = view_of_all(model)
+    if (body := Body.of_model(model)) is not None:
+        body.view()(**kwargs, return_dict=True)
+        if not body.covers(ids):
+            body = None
+            if prefixes is not None:
+                layers.roll_back(prefixes.cache, n)
+    logits: Any = None if body is not None else model(**kwargs, return_dict=True).logits
     if prefixes is not None:
         prefixes = Prefixes(prefixes.cache, prefixes.lengths + n)
 

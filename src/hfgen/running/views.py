@@ -7,6 +7,8 @@ from functools import cache, partial
 from types import MethodType
 from typing import Any
 
+from torch import nn
+
 from .row_states import is_of
 
 #: Where a module keeps its forward hooks.
@@ -33,15 +35,25 @@ def view_of(module: Any) -> Any:
     return view
 
 
+def view_of_all(module: Any, views: dict[int, Any] | None = None) -> Any:
+    """A view of ``module`` and its parts, so that a forward, ``eval()`` and hooks leave those of other threads."""
+    if not isinstance(module, nn.Module):  # no part, or a class that only generates, as Optimum's
+        return module
+    views = {} if views is None else views
+    if (view := views.get(id(module))) is None:
+        view = views[id(module)] = view_of(module)
+        view.__dict__ |= {name: vars(module)[name].copy() for name in ("_buffers", *HOOKS)}
+        for name, part in module._modules.items():
+            view._modules[name] = view_of_all(part, views)
+    return view
+
+
 def without_own_hooks(module: Any) -> Any:
     """A view of ``module`` and its parts without forward hooks of no library that is known."""
-    view = view_of(module)
-    for name in HOOKS:
-        hooks = vars(module)[name]
-        kept = ((key, hook) for key, hook in tuple(hooks.items()) if is_of(hook))
-        view.__dict__[name] = type(hooks)(kept)
-    for name, part in module._modules.items():
-        view._modules[name] = None if part is None else without_own_hooks(part)
+    view = view_of_all(module)
+    for hooks in (vars(part)[name] for part in view.modules() for name in HOOKS):
+        for key in [key for key, hook in hooks.items() if not is_of(hook)]:
+            del hooks[key]
     return view
 
 
