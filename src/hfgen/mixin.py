@@ -55,9 +55,12 @@ def mixed_view(model: Any) -> Any:
     return view
 
 
+_MIXED: dict[Any, Any] = {}  # two threads may mix a class at once: the first result counts
+
+
 @functools.cache
 def mixed_class(cls: Any) -> Any:
-    """``cls`` with hfgen's mixin behind it; ``cls`` itself if it has it. The same class each time.
+    """``cls`` with hfgen's mixin behind it; ``cls`` itself if it has it. The same class each time, in all threads.
 
     Raises ``TypeError`` for a class that cannot generate.
     """
@@ -71,7 +74,7 @@ def mixed_class(cls: Any) -> Any:
         return cls
     namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace |= {"__reduce_ex__": _reduce, "_unmixed_class": cls}
-    return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
+    return _MIXED.setdefault(cls, type(cls)(cls.__name__, (cls, GenerationMixin), namespace))
 
 
 def _reduce(self: Any, protocol: Any) -> str | tuple:
