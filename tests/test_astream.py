@@ -113,6 +113,42 @@ def test_a_few_events_are_decoded_ahead(llama: Any, n_threads: int) -> None:
     asyncio.run(main())
 
 
+class Holding:
+    """A processor that waits in its second call."""
+
+    def __init__(self) -> None:
+        self.is_inside, self.may_go_on, self.n = threading.Event(), threading.Event(), 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.n += 1
+        if self.n == 2:
+            self.is_inside.set()
+            assert self.may_go_on.wait(60)
+        return scores
+
+
+def test_a_task_is_cancelled_as_it_closes_a_stream(llama: Any, n_threads: int) -> None:
+    """The stream's own thread still closes it: else the consumer's loses its autocast."""
+    holding = Holding()
+
+    async def main() -> None:
+        stream = llama.astream(tiny.prompt(1), max_new_tokens=50, logits_processor=[holding])
+        await anext(stream)
+        assert await asyncio.to_thread(holding.is_inside.wait, 60)
+        closing = asyncio.create_task(stream.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        holding.may_go_on.set()
+        wait_for(lambda: threading.active_count() == n_threads + 1)  # that of `to_thread`
+
+    with torch.autocast("cpu", torch.bfloat16):
+        asyncio.run(main())
+        assert torch.is_autocast_enabled("cpu")
+    assert holding.n == 2
+
+
 async def break_off(stream: Any) -> None:
     async for _ in stream:
         break

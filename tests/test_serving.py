@@ -19,6 +19,7 @@ from hfgen.engine.errors import EngineClosedError, EngineError, QueueFullError
 from hfgen.engine.serving import Service
 from hfgen.tools import cli, serve
 from tests import tiny
+from tests.test_astream import Holding
 
 
 @dataclass(eq=False)
@@ -297,6 +298,28 @@ def test_closing_cancels_what_is_left_and_ends_the_thread() -> None:
     asyncio.run(main())
     assert not engine.has_work
     assert engine.requests == {}
+
+
+def test_a_service_ends_where_the_task_that_closes_it_is_cancelled() -> None:
+    """Nobody else could use the engine: neither another service, nor ``step``."""
+    engine, holding = hfgen.Engine(hfgen.mix_into(tiny.llama())), Holding()
+
+    async def main() -> None:
+        service = await engine.serving().__aenter__()
+        request = await service.add(tiny.prompt(1), max_new_tokens=9, logits_processor=[holding])
+        assert await asyncio.to_thread(holding.is_inside.wait, 60)
+        closing = asyncio.create_task(service.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        holding.may_go_on.set()
+        await asyncio.wait_for(service.ended.wait(), 60)
+        assert (await request.result()).finish_reason == "cancelled"
+
+    asyncio.run(main())
+    assert engine.step() == []
+    engine.close()
 
 
 def test_the_engine_is_its_own_while_it_is_served() -> None:

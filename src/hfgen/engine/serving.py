@@ -68,7 +68,7 @@ class Service(AbstractAsyncContextManager["Service"]):
         """Cancel what is left and end the thread; the engine stays as it is, and may be stepped."""
         if self._thread is not None:
             with suppress(RuntimeError):  # it has ended
-                await asyncio.wrap_future(self._thread.submit(self._end))
+                await asyncio.shield(asyncio.wrap_future(self._thread.submit(self._end)))
             await asyncio.to_thread(self._thread.shutdown)
 
     async def add(self, prompt: Any, *, has_events: bool = True, **kwargs: Any) -> ServiceRequest:

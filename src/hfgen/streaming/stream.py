@@ -153,7 +153,7 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         """End decoding, if it has not come to its end; returns when its memory is free."""
         thread = self._thread
         if (ended := self._stop()) is not None and thread is not None:
-            await asyncio.wrap_future(ended)
+            await asyncio.shield(asyncio.wrap_future(ended))  # cancelled, it would not close
             thread.shutdown()  # it has nothing left to do
 
     async def __aexit__(self, *exception: object) -> None:
