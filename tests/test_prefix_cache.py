@@ -32,6 +32,7 @@ from hfgen.families import CACHE
 from hfgen.memory import fingerprint
 from hfgen.memory.caches.dynamic import GrowingCache
 from hfgen.running.prefix import cache as prefix_files
+from hfgen.running.prefix import radix
 from hfgen.running.prefix.cache import PrefixStats
 from hfgen.running.prefix.radix import Forest, KeyValues, size
 from hfgen.running.prefix.session import PrefixSession
@@ -940,6 +941,47 @@ def test_a_call_that_raises_leaves_whole_prompts() -> None:
         model.generate(ids, prefix_cache=prefixes, logits_processor=[fails_at(14)], **GREEDY)
     assert stored_sequences(prefixes) == [ids[0].tolist()]
     assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 11
+
+
+def is_interrupted(function: Callable[[], Any], at: int) -> bool:
+    """Whether a call of ``function`` has as many lines in ``radix.py``; it gets a KeyboardInterrupt at this one."""
+    n, former = 0, sys.gettrace()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal n
+        if frame.f_globals is not vars(radix):
+            return None
+        n += event == "line"
+        if n == at and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(former)
+    return False
+
+
+def test_a_store_can_be_used_when_it_was_interrupted() -> None:
+    """At any line: a node that is half in the tree would fail each later call with its tokens."""
+    texts = [tokens(8), torch.cat([tokens(8)[:4], tokens(4, seed=1)])]
+    states = tuple(torch.zeros(1, 8, 2) for _ in range(2))
+    n, goes_on = 0, True
+    while goes_on:
+        n += 1
+        prefixes = hfgen.PrefixCache()
+        prefixes._insert("model", texts[0], states)
+        goes_on = is_interrupted(lambda: prefixes._insert("model", texts[1], states), n)  # noqa: B023
+        for text in texts:
+            prefixes._insert("model", text, states)
+        matches = prefixes._match(["model", "model"], texts)
+        assert [match.length for match in matches] == [8, 8]
+        assert prefixes.stats.bytes == sum(node.n_bytes for node in prefixes._forest.nodes)
+    assert n > 50
 
 
 def test_streaming() -> None:

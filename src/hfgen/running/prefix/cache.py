@@ -104,7 +104,9 @@ class PrefixCache:
 
     def _insert(self, key: Hashable, tokens: Tensor, states: KeyValues) -> None:
         with self._lock:
-            self._forest.insert(key, tokens, states)
+            forest, self._forest = self._forest, Forest(self.max_bytes, self._forest.n_evicted)
+            forest.insert(key, tokens, states)  # if that is interrupted, there may be half a node
+            self._forest = forest
 
     def _count(self, rows: Sequence[Tensor], saved: Sequence[int]) -> None:
         """Count the prompts of a call, and how many tokens of each are not forwarded."""
