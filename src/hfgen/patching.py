@@ -139,7 +139,7 @@ def patch(*given: object) -> None:
 
 
 def unpatch(*given: object) -> None:
-    """Undo one ``patch()``, if there was one; models that were mixed stay mixed."""
+    """Undo one ``patch()``, if there was one; models that were mixed stay mixed. Calls that run then may fail."""
     global _patches
     _refuse_arguments("unpatch", given)
     with _lock:
