@@ -403,7 +403,7 @@ def test_records_and_cards_are_of_their_own_threads(model: Any) -> None:
             assert torch.equal(one.activations[name][0], recorded[0])
 
 
-@pytest.mark.parametrize("asked", ["record", "output_card", "interventions"])
+@pytest.mark.parametrize("asked", ["record", "interventions"])
 def test_hooks_removed_while_another_thread_forwards(model: Any, asked: str) -> None:
     """torch lists the hooks of a module when its forward begins, and calls also those removed since."""
     ids, is_inside, may_go_on = tiny.prompt(1, 5), threading.Event(), threading.Event()
@@ -421,14 +421,12 @@ def test_hooks_removed_while_another_thread_forwards(model: Any, asked: str) -> 
             is_inside.set()
             assert may_go_on.wait(60)
 
-    values = {"record": ["lm_head:in"], "output_card": True}
-    values["interventions"] = [Steer("model.layers.0", vector_of(model))]
+    edits = [Steer("model.layers.0", vector_of(model))]
+    values: dict[str, Any] = {"record": ["lm_head:in"], "interventions": edits}
     module = model if asked == "interventions" else model.lm_head
-    is_after = asked == "output_card"
-    place = module.register_forward_hook if is_after else module.register_forward_pre_hook
     with (
         ThreadPoolExecutor(1) as threads,
-        place(wait),
+        module.register_forward_pre_hook(wait),
         model.model.layers[0].register_forward_hook(begin),
     ):
         try:
@@ -437,6 +435,33 @@ def test_hooks_removed_while_another_thread_forwards(model: Any, asked: str) -> 
         finally:
             may_go_on.set()
         assert torch.equal(found[0].result(), expected)
+
+
+@pytest.mark.parametrize("asked", ["interventions", "record"])
+def test_a_hook_that_is_registered_as_an_interrupt_comes_does_nothing(
+    model: Any, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has its handle, so that it stays on the module."""
+    name = layer_of(model)
+    inputs = inputs_of("llama")
+    values: dict[str, Any] = {"record": [name], "interventions": [Steer(name, vector_of(model))]}
+    expected, module = model.generate(**inputs, **WITH_SCORES), model.get_submodule(name)
+    n_before, register = len(hooks(model)), module.register_forward_hook
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        register(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "register_forward_hook", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**inputs, **WITH_SCORES, **{asked: values[asked]})
+    assert len(hooks(model)) == n_before + 1
+    found = model.generate(**inputs, **WITH_SCORES)
+    assert all(map(torch.equal, found.scores, expected.scores))
+    for each in module._forward_hooks, module._forward_pre_hooks:
+        for key in [key for key, hook in each.items() if hook.__module__.startswith("hfgen.")]:
+            del each[key]
 
 
 def test_no_hook_stays(model: Any) -> None:

@@ -146,7 +146,7 @@ class Recorder(Observer):
                     found[name] = hidden[0].detach().clone()
                     return hidden
 
-                stack.callback(hook(module, name, keep).remove)
+                hook(stack, module, name, keep)
             forward(model, **inputs, use_cache=False)
         if missing := ", ".join(sorted(modules.keys() - found.keys())):
             logger.warning_once(f"`record`: {missing} were not called in a forward of the text.")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..families import CACHE
 from ..memory.caches.layers import decoder_cache
+from ..state import hooks
 from ..state.call import Call
-from ..state.hooks import of_thread
 from ..state.run import Run
 
 #: Which tokens an intervention changes, beside a list of positions.
@@ -294,12 +294,10 @@ class Interventions:
             self.where = Where(prompts + first_prompt, positions, columns >= prompt_length)
 
         with ExitStack() as stack:
-            handle = model.register_forward_pre_hook(of_thread(before), with_kwargs=True)
-            stack.callback(handle.remove)
+            hooks.add(stack, model.register_forward_pre_hook, before, with_kwargs=True)
             for edit, modules in self.placed:
                 for module in modules:
-                    handle = hook(module, edit.module, partial(self._apply, edit))
-                    stack.callback(handle.remove)
+                    hook(stack, module, edit.module, partial(self._apply, edit))
             yield
 
     def _apply(self, edit: Edit, hidden: Tensor) -> Tensor:
@@ -314,8 +312,8 @@ class Interventions:
         return edit(hidden, self.where)
 
 
-def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> Any:
-    """Register a hook that changes the first tensor which a module returns, or is called with, in this thread."""
+def hook(stack: ExitStack, module: nn.Module, name: str, change: Any) -> None:
+    """Let ``change`` the first tensor that a module returns, or is called with, in this thread within ``stack``."""
     if not name.endswith(":in"):
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
@@ -327,7 +325,8 @@ def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> An
             output[first] = change(output[first])
             return output
 
-        return module.register_forward_hook(of_thread(after))
+        hooks.add(stack, module.register_forward_hook, after)
+        return
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -335,4 +334,4 @@ def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> An
         first = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
         return args, kwargs | {first: change(kwargs[first])}
 
-    return module.register_forward_pre_hook(of_thread(before), with_kwargs=True)
+    hooks.add(stack, module.register_forward_pre_hook, before, with_kwargs=True)

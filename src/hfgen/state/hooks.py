@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from threading import get_ident
 from typing import Any
 
 
-def of_thread(hook: Callable[..., Any]) -> Any:
-    """``hook`` of a module, which is called in this thread alone.
+def add(
+    stack: ExitStack, register: Callable[..., Any], hook: Callable[..., Any], **options: Any
+) -> None:
+    """Register ``hook`` of a module, which is called in this thread alone, until ``stack`` is closed.
 
-    torch lists hooks when a forward begins. Without its kwargs, it also calls one that was removed since.
+    torch lists hooks when a forward begins. Without its kwargs, it also calls one that was removed since; one that is
+    registered as an interrupt comes may stay.
     """
-    thread = get_ident()
 
     def call(*args: Any) -> Any:
-        return hook(*args) if get_ident() == thread else None
+        return hook(*args) if get_ident() == call.of_thread else None  # type: ignore[attr-defined]
 
-    call.of_thread = thread  # type: ignore[attr-defined]
-    return call
+    call.of_thread = get_ident()  # type: ignore[attr-defined]
+    stack.callback(setattr, call, "of_thread", 0)
+    stack.callback(register(call, **options).remove)
 
 
 def is_idle(hook: Any) -> bool:

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook as before_e
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
-from ...state.hooks import of_thread
+from ...state import hooks
 from ..optimization.forward import PackedForward, own_forward
 from .attention import NAME, exact_attention
 from .spans import in_tiles
@@ -254,12 +254,9 @@ class Recorder(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return exact_attention(module, query, key, *args, **kwargs)
 
-        with (
-            _registering,
-            before_each(of_thread(push)),
-            after_each(of_thread(pop), always_call=True),
-            self,
-        ):
+        with _registering, self, ExitStack() as stack:
+            hooks.add(stack, before_each, push)
+            hooks.add(stack, after_each, pop, always_call=True)
             AttentionInterface.register(NAME, unseen)
             try:
                 yield self
@@ -307,8 +304,7 @@ def check_dropout(model: nn.Module) -> None:
 @contextmanager
 def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
     """Within, each module calls ``hook(module, args, kwargs, output)`` after a forward of this thread."""
-    after = of_thread(hook)
     with ExitStack() as stack:
         for module in model.modules():
-            stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
+            hooks.add(stack, module.register_forward_hook, hook, with_kwargs=True)
         yield
