@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate
 import pytest
@@ -276,7 +276,63 @@ def test_the_model_keeps_what_it_overrides(family: str) -> None:
     assert order[:place] + order[place + 1 :] == [mixed, *cls.__mro__]
 
 
+class Registered(LlamaForCausalLM):
+    """A class that asks its subclasses for a name and knows each once, and whose models are frozen."""
+
+    known: ClassVar[dict[str, type]] = {}
+    is_frozen = False
+
+    def __init_subclass__(cls, name: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name in cls.known:
+            raise ValueError(name)
+        cls.known[name] = cls
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.is_frozen:
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+class OfRegistry(Registered, name="of a registry"):
+    """Pickled by a function of its own, with its class among the arguments."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuilt, (type(self), self.config, self.state_dict())
+
+
+def rebuilt(cls: type, config: Any, weights: Any) -> Any:
+    model: Any = cls(config)
+    model.load_state_dict(weights)
+    model.is_rebuilt = True
+    return model.eval()
+
+
+def test_a_class_with_rules_of_its_own_is_mixed(model: Any, expected: Tensor, spy: Spy) -> None:
+    own = rebuilt(OfRegistry, model.config, model.state_dict())
+    own.is_frozen = True
+    assert torch.equal(generated(hfgen.mix_into(own)), expected)
+    assert spy.steps == 6
+    assert type(own).__bases__ == (OfRegistry, hfgen.GenerationMixin)
+    assert Registered.known == {"of a registry": OfRegistry}
+
+    class Next(type(own), name="the next"):  # type: ignore[misc]
+        """Subclasses of the mixed class are announced."""
+
+    assert Registered.known.pop("the next") is Next
+
+
 # ---------------------------------------------------------------- copies
+
+
+def test_copies_by_a_method_of_the_class(model: Any, expected: Tensor, spy: Spy) -> None:
+    own = hfgen.mix_into(rebuilt(OfRegistry, model.config, model.state_dict()))
+    del own.is_rebuilt
+    for copied in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        assert copied.is_rebuilt
+        assert type(copied) is type(own)
+        assert torch.equal(generated(copied), expected)
+    assert spy.steps == 12
 
 
 def test_pickle(model: Any, expected: Tensor) -> None:

@@ -74,23 +74,35 @@ def mixed_class(cls: Any) -> Any:
         return cls
     namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace |= {"__reduce_ex__": _reduce, "_unmixed_class": cls}
-    return _MIXED.setdefault(cls, type(cls)(cls.__name__, (cls, GenerationMixin), namespace))
+    mixed = type(cls)(cls.__name__, (_Unannounced, cls, GenerationMixin), namespace)
+    mixed.__bases__ = cls, GenerationMixin
+    return _MIXED.setdefault(cls, mixed)
+
+
+class _Unannounced:
+    """Hides a mixed class from ``__init_subclass__`` of the model's, which may register classes or ask for keywords."""
+
+    def __init_subclass__(cls) -> None:
+        GenerationMixin.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
 
 
 def _reduce(self: Any, protocol: Any) -> str | tuple:
-    """Pickle by the class that can be imported; mix again on the other side."""
-    if "_unmixed_class" not in vars(type(self)):  # a subclass of a mixed class, importable itself
+    """Pickle as the class that can be imported does; mix again on the other side."""
+    mixed = type(self)
+    if "_unmixed_class" not in vars(mixed):  # a subclass of a mixed class, importable itself
         return object.__reduce_ex__(self, protocol)
-    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    if isinstance(state, dict):  # a compiled forward cannot be pickled, and a copy needs its own
+    function, given, *others = mixed._unmixed_class.__reduce_ex__(self, protocol)
+    if others and isinstance(others[0], dict):  # a copy needs a compiled forward of its own
         compiled = ("_compiled_call", "_last_compile_config")
-        state = {name: value for name, value in state.items() if name not in compiled}
-    return _new, (type(self)._unmixed_class,), state
+        others[0] = {name: value for name, value in others[0].items() if name not in compiled}
+    parts = (mixed._unmixed_class if part is mixed else part for part in (function, *given))
+    return _remixed, tuple(parts), *others
 
 
-def _new(cls: Any) -> Any:
-    mixed = mixed_class(cls)
-    return mixed.__new__(mixed)
+def _remixed(function: Callable[..., Any], *given: Any) -> Any:
+    model = function(*given)
+    object.__setattr__(model, "__class__", mixed_class(model.__class__))
+    return model
 
 
 class GenerationMixin(transformers.GenerationMixin):

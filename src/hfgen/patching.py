@@ -30,7 +30,7 @@ def mix_into(model: T) -> T:
         return mixed_class(model)
     parts = _parts("mix_into", model)
     for part in parts or [model]:  # a model without such parts is refused by its class
-        part.__class__ = mixed_class(part.__class__)
+        object.__setattr__(part, "__class__", mixed_class(part.__class__))  # past its own
     wrapper: Any = model
     if hasattr(model, "base_model_prepare_inputs_for_generation"):  # kept by PEFT as it was before
         method = wrapper.get_base_model().prepare_inputs_for_generation
