@@ -89,6 +89,33 @@ def test_copies_are_exact_with_layers_of_their_own(model: Any, how: Any) -> None
     assert torch.equal(copied(**INPUTS).logits, model(**INPUTS).logits)
 
 
+POWERS = {
+    "a power": lambda x: x.abs() ** 1.7,
+    "a power of two": lambda x: 2.0**x,
+    "sinh": torch.sinh,
+    "cosh": lambda x: x.cosh(),
+    "exp2": lambda x: x.exp2(),
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_functions_of_a_layer_of_yours_are_computed_in_vectors(name: str) -> None:
+    """Rows of 36 numbers are no whole vectors: torch rounds the last ones of a tensor otherwise."""
+
+    class Power(nn.Module):
+        is_row_wise = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return POWERS[name](x)
+
+    values = torch.randn(64, 36, generator=torch.Generator().manual_seed(0))
+    assert trial.try_rows(Power(), values) is not None
+    model = tiny_llama(intermediate_size=36)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Power()
+    assert trials.differences(hfgen.exact(model)) == []
+
+
 def test_without_exact_mode_rows_differ(model: Any) -> None:
     found = trials.differences(model.requires_grad_(True))  # the comparison is able to fail
     assert found[0].startswith("batch: ")

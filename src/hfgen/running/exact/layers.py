@@ -39,12 +39,12 @@ BMM = (torch.bmm, Tensor.bmm)
 SMALLEST = 16**3
 #: Functions of each number for which a vector and a single number are rounded differently.
 POINTWISE = (
-    *(F.silu, F.gelu, F.sigmoid, F.tanh, F.softplus, F.mish, F.elu, F.logsigmoid, F.selu, F.celu),
-    *(torch.special.expit, torch._C._nn.gelu, torch._C._nn.silu, torch._C._nn.softplus, torch.exp2),
+    *(F.silu, F.gelu, F.softplus, F.mish, F.elu, F.logsigmoid, F.selu, F.celu, Tensor.__pow__),
+    *(torch.special.expit, torch._C._nn.gelu, torch._C._nn.silu, Tensor.__rpow__),
     *(
         getattr(owner, name)
         for owner in (torch, Tensor)
-        for name in "exp expm1 log log1p sigmoid tanh erf cos sin pow".split()
+        for name in "exp exp2 expm1 log log1p sigmoid tanh erf cos sin sinh cosh atanh pow".split()
     ),
 )
 #: Numbers that torch computes at once, at most, and fewest numbers for which it uses another thread.
