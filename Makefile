@@ -18,7 +18,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "hfgen needs Python 3.10 or later; say which with make PYTHON=python3.x"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
@@ -33,7 +33,7 @@ endef
 demo: $(VENV)/installed ## Complete code with the built-in model, beside upstream.
 	@$(BIN)/hfgen demo
 
-test: $(VENV)/installed ## Run the tests (8 minutes on 2 cores).
+test: $(VENV)/installed ## Run the tests (10 to 20 minutes on 2 cores).
 	@$(BIN)/python -m pytest --numprocesses 2
 
 oldest: $(VENV)-oldest/installed ## Run all tests, or TESTS, with the oldest transformers that passes them all.
