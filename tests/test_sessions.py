@@ -337,6 +337,21 @@ def test_a_finished_row_goes_on_when_it_is_rewound_or_fed(model: Any) -> None:
     assert events_of(session, 5)[-1].finish_reason == "eos"
 
 
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_none_takes_the_place_of_the_models_own_value(
+    model: Any, n_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    ids = tiny.prompt(n_rows)
+    expected = model.generate(ids, **options)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", int(expected[0, ids.shape[1] + 1]))
+    assert torch.equal(model.generate(ids, **options), expected)
+    session = model.session(ids, **options, assistant_model=None, prefix_cache=None)
+    events_of(session, 6)
+    assert session.ids == expected.tolist()
+    check(session)
+
+
 def test_a_row_that_ended_by_its_length_goes_on_with_a_greater_one(model: Any) -> None:
     session = model.session(tiny.prompt(1), max_new_tokens=3, min_new_tokens=3)
     events_of(session, 9)

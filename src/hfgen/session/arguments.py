@@ -44,7 +44,7 @@ def split(model: Any, request: Request) -> list[dict[str, Any]]:
     """The arguments of each row, without padding on the left."""
     arguments = request.arguments
     for name, why in REFUSED.items():
-        if arguments.get(name, False) is not False:
+        if (value := arguments.get(name)) is not None and value is not False:
             raise ValueError(f"`{name}` cannot be used in a session: {why}. Leave it out.")
     inputs = (arguments.get(name) for name in (*IDS, model.main_input_name))
     n_each = (len(value) for value in inputs if isinstance(value, Tensor) and value.ndim > 0)

@@ -47,9 +47,9 @@ class Request:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those that are set, by name."""
-        named = {name: getattr(self, name) for name in self.__slots__[:-1]} | self.kwargs
-        return {name: value for name, value in named.items() if value is not None}
+        """Those that are set, by name; ``None`` may take the place of the model's own value of a field."""
+        named = {name: getattr(self, name) for name in self.__slots__[:-1]}
+        return {name: value for name, value in named.items() if value is not None} | self.kwargs
 
     @property
     def runs_elsewhere(self) -> bool:
