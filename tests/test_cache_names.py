@@ -97,3 +97,12 @@ def test_a_cache_of_repeated_layers_is_continued(name: str) -> None:
         more = torch.cat([first.sequences, torch.full((1, 2), 5)], dim=1)
         outputs.append(model.generate(more, **OPTIONS, **{CACHE: first[CACHE]}))
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_a_cache_of_recurrent_states_is_continued(name: str) -> None:
+    outputs = []
+    for model in (FAMILIES[name].build(), hfgen.mix_into(FAMILIES[name].build())):
+        first = model.generate(IDS % 90 + 3, **OPTIONS, return_dict_in_generate=True)
+        outputs.append(model.generate(IDS[:, :2], **OPTIONS, **{CACHE: first[CACHE]}))
+    assert torch.equal(*outputs)
