@@ -28,7 +28,7 @@ from .memory import caches
 from .memory.checks import explaining_misfit
 from .prepare import config, encode, healing, inputs, validate
 from .prepare.stages import prepare
-from .running import exact, executor, step_inputs
+from .running import exact, executor, step_inputs, views
 from .settings.versions import warn_if_untested
 from .state.call import Request
 from .streaming import AsyncStream, Stream
@@ -66,9 +66,8 @@ def mixed_class(cls: Any) -> Any:
     """
     if not issubclass(cls, transformers.GenerationMixin):
         raise TypeError(
-            f"{cls.__name__} cannot generate: there is no transformers.GenerationMixin in it. Load "
-            "the model with a class that has a language modelling head, such as "
-            "AutoModelForCausalLM's."
+            f"{cls.__name__} cannot generate: there is no transformers.GenerationMixin in it. Load the model "
+            "with a class that has a language modelling head, such as AutoModelForCausalLM's."
         )
     if issubclass(cls, GenerationMixin):
         return cls
@@ -93,8 +92,7 @@ def _reduce(self: Any, protocol: Any) -> str | tuple:
         return object.__reduce_ex__(self, protocol)
     function, given, *others = mixed._unmixed_class.__reduce_ex__(self, protocol)
     if others and isinstance(others[0], dict):  # a copy needs a compiled forward of its own
-        compiled = ("_compiled_call", "_last_compile_config")
-        others[0] = {name: value for name, value in others[0].items() if name not in compiled}
+        others[0] = {name: v for name, v in others[0].items() if name not in views.COMPILED}
     parts = (mixed._unmixed_class if part is mixed else part for part in (function, *given))
     return _remixed, tuple(parts), *others
 

@@ -26,8 +26,8 @@ class Param:
     reason: str | None = None
 
 
-def _named(name: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {} if value is None else {name: value}
+def _named(name: str, of_true: int = True) -> Callable[[Any], dict[str, Any]]:
+    return lambda v: {} if v is None else {name: of_true if v is True else v}
 
 
 def _temperature(value: float) -> dict[str, Any]:
@@ -35,14 +35,8 @@ def _temperature(value: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": max(value, 0.01)} if value else {"do_sample": False}
 
 
-def _count(name: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {} if value is None else {name: 1 if value is True else value}
-
-
 def _bias(biases: Mapping[Any, float] | None) -> dict[str, Any]:
-    if not biases:
-        return {}
-    return {"sequence_bias": {(int(token),): float(bias) for token, bias in biases.items()}}
+    return {"sequence_bias": {(int(t),): float(b) for t, b in biases.items()}} if biases else {}
 
 
 def _stop(value: str | list[str] | None) -> dict[str, Any]:
@@ -104,8 +98,8 @@ PARAMS: dict[str, Param] = {
     "ignore_eos": Param(False, lambda value: {"ignore_eos": True} if value else {}),
     "max_tokens": Param(16, lambda n: {"max_new_tokens": TO_LAST_POSITION if n is None else n}),
     "min_tokens": Param(0, lambda value: {"min_tokens": value} if value else {}),
-    "logprobs": Param(None, _count("logprobs")),
-    "prompt_logprobs": Param(None, _count("prompt_logprobs")),
+    "logprobs": Param(None, _named("logprobs", of_true=1)),
+    "prompt_logprobs": Param(None, _named("prompt_logprobs", of_true=1)),
     "prompt_logprob_token_ids": Param(None, reason="`prompt_logprobs=-1` has all tokens"),
     "prompt_logprob_start": Param(None, reason="`prompt_logprobs` begin at the second token"),
     "logprob_token_ids": Param(None, _named("logprob_token_ids")),

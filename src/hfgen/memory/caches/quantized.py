@@ -259,10 +259,9 @@ class QuantizedLayer(TakesRows, DynamicLayer):
     values: Any = _unpacked("values")
 
     def _grouping(self, name: str, size: int) -> Grouping:
-        bits, tokens = self.settings.bits, self.settings.tokens
-        if name == "keys":
-            return Grouping(bits, TOKENS, tokens, size)
-        return Grouping(bits, CHANNELS, tokens, self.settings.channels(size))
+        settings = self.settings
+        kind, size = (TOKENS, size) if name == "keys" else (CHANNELS, settings.channels(size))
+        return Grouping(settings.bits, kind, settings.tokens, size)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
