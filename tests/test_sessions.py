@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,51 @@ def check(session: Session, same: Callable[[Any, Any], bool] = near) -> None:
             continue
         place = len(fresh.logits) - (len(sequence) - len(ids))
         assert same(fresh.logits[place][0], logits[index])
+
+
+class Interrupt:
+    """Raises ``KeyboardInterrupt`` as the function ``number`` of the session's modules is entered within."""
+
+    def __init__(self, number: int) -> None:
+        self.remaining = number
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        self.remaining -= "/hfgen/session/" in frame.f_code.co_filename
+        if self.remaining == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self.before = sys.gettrace()
+        sys.settrace(self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_interrupted_changes_leave_rows_that_go_on(name: str) -> None:
+    changes: list[Callable[[Session], Any]] = [
+        lambda session: session.rewind([1, 3]),
+        lambda session: session.feed([[5, 6], [7]]),
+        lambda session: list(session.step(2)),
+    ]
+    n_interrupts = 0
+    for number in range(2, 60, 4):
+        with quiet():
+            session = begun(name, {"max_new_tokens": 40, "seed": 3, "eos_token_id": None})
+            list(session.step(5))
+            session = session.fork(2)
+            try:
+                with Interrupt(number):
+                    changes[number // 4 % 3](session)
+            except KeyboardInterrupt:
+                n_interrupts += 1
+            list(session.step(2))
+            session.rewind(1)
+            list(session.step(1))
+            check(session)
+    assert n_interrupts > 8
 
 
 @pytest.mark.parametrize("name", NAMED)

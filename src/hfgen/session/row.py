@@ -37,7 +37,6 @@ from .states import States
 #: What an encoder has made of a prompt, which is not encoded again.
 ENCODED = ("encoder_outputs", "mm_encoder_outputs")
 
-
 #: Snapshots of a row at most: that of its prompt, and the last ones.
 MAX_SNAPSHOTS = 8
 
@@ -117,13 +116,11 @@ class Row:
         self, model: Any, arguments: dict[str, Any], call: Call, tokens: Sequence[int] = ()
     ) -> None:
         self.model, self.arguments, self.call = model, arguments, call
-        #: Generated tokens that were not chosen under the arguments and the seed of now.
-        self.n_foreign = len(tokens)
         self.states: States | None = None
         self.place = self.n_cached = 0
         self.outputs: ModelOutput | None = None  # of the last token, until the next one is chosen
         self.snapshots: list[Snapshot] = []
-        self.set_tokens(tokens)
+        self.set_tokens(tokens, len(tokens))
 
     @property
     def n_prompt(self) -> int:
@@ -139,29 +136,29 @@ class Row:
         """Tokens of the prompt and after it."""
         return int(self.run.ids.shape[1])
 
-    def set_tokens(self, tokens: Sequence[int]) -> None:
-        """Replace the generated tokens; the row has not ended then, but for its length."""
+    def set_tokens(self, tokens: Sequence[int], n_foreign: int) -> None:
+        """Replace the generated tokens, of which ``n_foreign`` were not chosen under the arguments and seed of now."""
         call = self.call
         prepare_functions(self.model, call, call.prompt)  # criteria remember where rows ended
-        self.run = run = call.run(self.model)
+        run = call.run(self.model)
         run.model_kwargs = {n: v for n, v in run.model_kwargs.items() if not isinstance(v, Cache)}
         if run.asks_for("logprobs", "logprob_token_ids"):
             recorder = logprobs.Recorder(run)
             recorder.positions += [None] * len(tokens)  # type: ignore[list-item]
             run.observers = [recorder]
-        strategy = Continued(run, tokens)
-        self.strategy, self.events = strategy, Rows(run, strategy, len(tokens))
-        shown = self.events.row(0)
+        events = Rows(run, Continued(run, tokens), len(tokens))
+        shown = events.row(0)
         shown.ids = list(tokens)
         shown.new_text()
         #: A processor's state depends on how tokens were scored, and has begun anew.
         self.is_restarted = any(isinstance(processor, Feedback) for processor in run.processors)
-        if self.is_restarted:
-            self.n_foreign = len(tokens)
+        n_foreign = len(tokens) if self.is_restarted else n_foreign
         run.finished = run.finished or is_zero(run.config.max_new_tokens)
-        self.reason = FinishReason("length") if run.finished else None
+        reason = FinishReason("length") if run.finished else None
         #: The row, if it chooses its token together with others.
-        self.plain = PlainRows.of(self.events, kind=Continued)
+        plain = PlainRows.of(events, kind=Continued)
+        self.run, self.events, self.plain = run, events, plain  # at last: an interrupt may come
+        self.reason, self.n_foreign = reason, n_foreign
 
     def take(self) -> list[StreamEvent]:
         """Append the token that was chosen with others, or else choose it by ``outputs``; returns the events, of row 0."""
@@ -230,9 +227,8 @@ class Row:
         """Remove the last ``n`` generated tokens, of as many at least."""
         if n == 0:
             return
-        self.set_tokens(self.tokens[:-n])
+        self.set_tokens(tokens := self.tokens[:-n], min(self.n_foreign, len(tokens)))
         length = self.n_tokens
-        self.n_foreign = min(self.n_foreign, length - self.n_prompt)
         self.snapshots = [s for s in self.snapshots if s.length <= length]
         outputs = next((s.outputs for s in self.snapshots if s.length == length), None)
         is_known = outputs is not None
@@ -268,8 +264,8 @@ class Row:
     def feed(self, tokens: Sequence[int]) -> None:
         """Append tokens that the row did not choose."""
         if tokens:
-            self.set_tokens([*self.tokens, *tokens])
-            self.n_foreign, self.outputs = self.n_tokens - self.n_prompt, None
+            self.set_tokens(all_tokens := [*self.tokens, *tokens], len(all_tokens))
+            self.outputs = None
 
     def activations(self, number: int, by_module: dict[str, list[Tensor]]) -> None:
         """Add what ``record=`` asks for to ``by_module``, or write it to the file of row ``number``."""

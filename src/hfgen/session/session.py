@@ -177,7 +177,7 @@ class Session(AbstractContextManager["Session"]):
                 events += [dataclasses.replace(event, row=number) for event in new]
         except BaseException:
             for row, tokens, outputs in before:
-                row.set_tokens(tokens)
+                row.set_tokens(tokens, row.n_foreign)
                 row.outputs = outputs
             raise
         return events
@@ -320,6 +320,11 @@ class Session(AbstractContextManager["Session"]):
                 raise SessionClosedError("The session was closed: make another one.")
             with torch.inference_mode(False), torch.no_grad():
                 yield
+        except (KeyboardInterrupt, SystemExit):  # a row may be half changed
+            for row in self._rows:
+                row.leave_states()
+                row.snapshots = []
+            raise
         finally:
             self._lock.release()
 

@@ -106,9 +106,8 @@ class States:
     def can_extend(self) -> bool:
         """Whether several tokens can be forwarded at once behind the cache."""
         text = self.model.config.get_text_config(decoder=True)
-        if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-            return False
-        if self.model.config.model_type in eligibility.UNSTEADY:
+        is_bidirectional = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+        if is_bidirectional or self.model.config.model_type in eligibility.UNSTEADY:
             return False
         if families.counts_positions_of_ids(self.model):  # from those of a forward, without pads
             return False
