@@ -33,7 +33,7 @@ endef
 demo: $(VENV)/installed ## Complete code with the built-in model, beside upstream.
 	@$(BIN)/hfgen demo
 
-test: $(VENV)/installed ## Run the tests (10 to 20 minutes on 2 cores).
+test: $(VENV)/installed ## Run the tests.
 	@$(BIN)/python -m pytest --numprocesses 2
 
 oldest: $(VENV)-oldest/installed ## Run all tests, or TESTS, with the oldest transformers that passes them all.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -126,6 +127,16 @@ class Holding:
             assert self.may_go_on.wait(60)
         return scores
 
+    async def cancel(self, closing: Coroutine[Any, Any, None]) -> None:
+        """Cancel the task that awaits ``closing`` while the processor waits, and let that go on."""
+        assert await asyncio.to_thread(self.is_inside.wait, 60)
+        task = asyncio.create_task(closing)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        self.may_go_on.set()
+
 
 def test_a_task_is_cancelled_as_it_closes_a_stream(llama: Any, n_threads: int) -> None:
     """The stream's own thread still closes it: else the consumer's loses its autocast."""
@@ -134,13 +145,7 @@ def test_a_task_is_cancelled_as_it_closes_a_stream(llama: Any, n_threads: int) -
     async def main() -> None:
         stream = llama.astream(tiny.prompt(1), max_new_tokens=50, logits_processor=[holding])
         await anext(stream)
-        assert await asyncio.to_thread(holding.is_inside.wait, 60)
-        closing = asyncio.create_task(stream.aclose())
-        await asyncio.sleep(0)
-        closing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-        holding.may_go_on.set()
+        await holding.cancel(stream.aclose())
         wait_for(lambda: threading.active_count() == n_threads + 1)  # that of `to_thread`
 
     with torch.autocast("cpu", torch.bfloat16):

@@ -25,7 +25,7 @@ import hfgen
 from hfgen.families import CACHE
 from tests import tiny
 from tests.test_bad_input import Recorder
-from tests.versions import since_5_23, with_cache
+from tests.versions import IS_5_24, since_5_23, with_cache
 
 
 def both(build: Any = tiny.llama) -> tuple[Any, Any]:
@@ -215,10 +215,13 @@ def test_chunks_of_a_decoders_prompt_leave_the_encoders_mask_whole(build, n_deco
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize(
+    "build", [tiny.gpt2] + [tiny.llama] * (not IS_5_24)
+)  # which keeps it since
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 1}])
-def test_training_mode_with_gradient_checkpointing_decodes_without_a_cache(options):
+def test_training_mode_with_gradient_checkpointing_decodes_without_a_cache(build, options):
     options = {"max_new_tokens": 6, **options}
-    model, ids = hfgen.mix_into(tiny.gpt2()), tiny.prompt(2)
+    model, ids = hfgen.mix_into(build()), tiny.prompt(2)
     for dropout in (m for m in model.modules() if isinstance(m, torch.nn.Dropout)):
         dropout.p = 0.0
     expected = model.generate(ids, **options)

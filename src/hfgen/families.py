@@ -207,11 +207,6 @@ def masks_filled_static_cache(model: Any) -> bool:
     return getattr(model, "_can_compile_fullgraph", False) and model.config.model_type != "bloom"
 
 
-def tokens_before_prompt(model: Any) -> int:
-    """How many tokens the model itself puts before a prompt and into the cache: CPM-Ant does."""
-    return int(getattr(model.config, "prompt_length", None) or 0)
-
-
 def keeps_other_state(model: Any) -> bool:
     """Return whether states are kept besides the cache, by the model type.
 
@@ -303,11 +298,6 @@ def position_pad(model: Any) -> int | None:
     tables: Any = (m for m in modules_of(decoder) if "Positional" in type(m).__name__)
     counting = (m for m in tables if hasattr(m, "create_position_ids_from_input_ids"))
     return next((module.padding_idx for module in counting), None)
-
-
-def first_position(model: Any) -> int:
-    """The position of a text's first token in forward: PaliGemma's ``prepare_inputs_for_generation`` adds one."""
-    return int(model.config.model_type == "paligemma")
 
 
 def counts_positions_of_ids(model: Any) -> bool:

@@ -57,7 +57,8 @@ def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
     is_text = prompt.main_input_name == "input_ids" and ids.ndim == 2 and ids.shape[1] > 0
     if model.config.is_encoder_decoder or not is_text or all(getattr(cache, "is_linear", (False,))):
         return  # recurrent states do not tell how many tokens they have seen
-    n_cached = int(cache.get_seq_length()) - families.tokens_before_prompt(model)
+    # CPM-Ant puts so many tokens of its own before a prompt.
+    n_cached = int(cache.get_seq_length()) - int(getattr(model.config, "prompt_length", None) or 0)
     has_whole_mask = mask is not None and (mask.ndim != 2 or mask.shape[1] > ids.shape[1])
     if n_cached > 0 and n_cached >= ids.shape[1] and not has_whole_mask:
         raise ValueError(

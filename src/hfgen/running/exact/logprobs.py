@@ -66,7 +66,8 @@ def scored(
     if "position_ids" in takes and families.position_pad(model) is None:
         is_token = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (is_token.cumsum(dim=1) - 1).clamp(min=0)
-        arguments["position_ids"] = positions + families.first_position(model)
+        # PaliGemma's first position is 1: its `prepare_inputs_for_generation` adds it.
+        arguments["position_ids"] = positions + int(model.config.model_type == "paligemma")
     if "logits_to_keep" in takes:
         arguments["logits_to_keep"] = n + 1
     logits = forward(**arguments).logits[:, -n - 1 : -1]
