@@ -5,9 +5,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 COUNT ?= 2000
-OLDEST := 5.21.0
+TRANSFORMERS_oldest := 5.21.0
+TRANSFORMERS_newest := 5.24.0
 
-.PHONY: help demo test test-all oldest versions clients check format parity exact bench gpu tables docs release-check clean
+.PHONY: help demo test test-all oldest newest versions clients check format parity exact bench gpu tables docs release-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -39,14 +40,16 @@ test: $(VENV)/installed ## Run the tests: of each, 3 cases or an eighth, which S
 test-all: $(VENV)/installed ## Run every case of every test.
 	@$(BIN)/python -m pytest --numprocesses 2
 
-oldest: $(VENV)-oldest/installed ## Run all tests, or TESTS, with the oldest transformers that passes them all.
-	@$(VENV)-oldest/bin/python -m pytest --numprocesses 2 -W default $(TESTS)  # its own warnings are history
+oldest: ## Run all tests, or TESTS, with the oldest transformers that passes them all.
+newest: ## Run all tests, or TESTS, with the newest transformers.
+oldest newest: %: $(VENV)-%/installed
+	@$(VENV)-$*/bin/python -m pytest --numprocesses 2 -W default $(TESTS)  # its own warnings are its own
 
-$(VENV)-oldest/installed: $(VENV)/installed
-	@echo "Making the environment in $(VENV)-oldest."
-	@$(call on_top,$(VENV)-oldest)
-	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
-		transformers==$(OLDEST) --editable .
+$(VENV)-oldest/installed $(VENV)-newest/installed: $(VENV)-%/installed: $(VENV)/installed
+	@echo "Making the environment in $(VENV)-$*."
+	@$(call on_top,$(VENV)-$*)
+	@$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		transformers==$(TRANSFORMERS_$*) --editable .
 	@touch $@
 
 versions: $(VENV)/installed ## Run the core of the tests with each Python, transformers and torch that can be had.
@@ -124,5 +127,5 @@ gpu: $(VENV)/installed ## On a machine with a GPU: its tests, and the benchmarks
 	@$(BIN)/python -m benchmarks.gpu
 
 clean: ## Remove the environments and all caches.
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
