@@ -93,6 +93,15 @@ def test_prompts_of_all_kinds(builtin: Any) -> None:
         engine.add({"inputs_embeds": embeds.repeat(2, 1, 1)}, max_new_tokens=5)
 
 
+def test_a_prompt_may_be_chat_messages(monkeypatch: pytest.MonkeyPatch, builtin: Any) -> None:
+    model, tokenizer = builtin
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    message = {"role": "user", "content": "import"}
+    solo = alone(model, tokenizer, "user: import\n", max_new_tokens=5)
+    check(Engine(model, tokenizer).add([message], max_new_tokens=5).result(), solo)
+
+
 @pytest.mark.parametrize("mask", [[0, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1, 1]])
 @pytest.mark.parametrize("has_prefixes", [False, True])
 def test_masks_with_padding_and_holes(builtin: Any, mask: list[int], has_prefixes: bool) -> None:
