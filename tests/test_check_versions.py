@@ -65,7 +65,8 @@ def run_here() -> Outcome:
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``hfgen doctor`` takes seconds."""
+    """``hfgen doctor`` and imports of torch take seconds."""
+    monkeypatch.setattr(check_versions, "IMPORTS", "print('3.12|2.13|5.24')")
     call = check_versions.call
 
     def quick(*command: object, **options: object) -> tuple[bool, str]:
@@ -83,7 +84,7 @@ def test_a_run_says_with_what_it_ran_and_what_came_of_it(
     monkeypatch.setattr(check_versions, "CORE", [str(tmp_path / "test_one.py")])
     outcome = run_here()
     assert outcome.passed is passes
-    assert outcome.versions[:2] == (sys.version.split()[0], torch.__version__)
+    assert outcome.versions == ("3.12", "2.13", "5.24")
     assert outcome.said.startswith("1 passed" if passes else "1 failed")
     assert "100%" in (tmp_path / "here.log").read_text()
 
@@ -107,6 +108,7 @@ def test_an_environment_where_something_is_broken_has_failed(
     outcome = run_here()
     assert outcome.passed is False
     assert outcome.said == "hfgen doctor: 1 broken."
+    assert outcome.versions[:2] == (sys.version.split()[0], torch.__version__)
 
 
 def test_other_versions_are_put_before_those_of_the_environment(

@@ -64,6 +64,11 @@ def unpacked(of):
     return of
 
 
+@pytest.fixture(scope="module")
+def builtin():
+    return hfgen.builtin_model()
+
+
 # --- results ------------------------------------------------------------------------------------
 
 
@@ -83,11 +88,11 @@ def test_kernels_that_keep_values_give_the_same_logits_but_for_rounding(name, dt
 
 @pytest.mark.parametrize("name", ["onednn", "fp16"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}])
-def test_the_built_in_model_generates_the_same_tokens(name, options):
+def test_the_built_in_model_generates_the_same_tokens(builtin, name, options):
     need(name)
-    plain, tokenizer = hfgen.builtin_model()
+    plain, tokenizer = builtin
     inputs = tokenizer(["import os\n\ndef ", "class A:\n"], return_tensors="pt", padding=True)
-    call = {**inputs, "max_new_tokens": 24, "do_sample": False, **options}
+    call = {**inputs, "max_new_tokens": 12, "do_sample": False, **options}
     expected = plain.generate(**call)
     with hfgen.optimized(plain, kernels=name):
         found = plain.generate(**call)
@@ -107,8 +112,8 @@ def test_the_built_in_model_generates_the_same_tokens(name, options):
         {"dola_layers": "low"},
     ],
 )
-def test_every_mode_takes_an_optimised_model(options):
-    plain, tokenizer = hfgen.builtin_model()
+def test_every_mode_takes_an_optimised_model(builtin, options):
+    plain, tokenizer = builtin
     inputs = tokenizer("import os\n\ndef ", return_tensors="pt")
     call = {**inputs, "max_new_tokens": 8, "do_sample": False, **options}
     expected = plain.generate(**call)
@@ -253,6 +258,9 @@ def test_the_operators_are_compiled_here():
 
 def test_the_compiled_kernels_are_kept_for_the_next_process(monkeypatch, tmp_path):
     need("bf16")
+    source = tmp_path / "quick.cpp"
+    source.write_text("int nothing;")
+    monkeypatch.setattr(native, "SOURCE", source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = native._library()
     written = first.stat().st_mtime_ns
@@ -397,28 +405,35 @@ def test_weights_can_lie_in_files(tmp_path, weights):
 
 
 RESIDENT = """
-import sys, psutil, safetensors.torch, torch, hfgen
-process, (folder, checkpoint) = psutil.Process(), sys.argv[1:]
-with torch.no_grad():  # what a first use loads, and keeps
-    hfgen.optimize(torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), weights="int8")(torch.ones(3, 64))
-before = process.memory_info().rss
-layer = torch.nn.Sequential(torch.nn.Linear(4096, 4096)).eval()
-if checkpoint:
-    safetensors.torch.save_file(layer.state_dict(), checkpoint)
-    layer.load_state_dict(safetensors.torch.load_file(checkpoint), assign=True)
-hfgen.optimize(layer, weights="int8", offload=folder)
-with torch.no_grad():
-    layer(torch.randn(3, 4096))
-print(process.memory_info().rss - before)
+import os, sys, psutil, safetensors.torch, torch, hfgen
+
+def held(folder, checkpoint):
+    with torch.no_grad():  # what a first use loads, and keeps
+        hfgen.optimize(torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), weights="int8")(torch.ones(3, 64))
+    before = psutil.Process().memory_info().rss
+    layer = torch.nn.Sequential(torch.nn.Linear(4096, 4096)).eval()
+    if checkpoint:
+        safetensors.torch.save_file(layer.state_dict(), checkpoint)
+        layer.load_state_dict(safetensors.torch.load_file(checkpoint), assign=True)
+    hfgen.optimize(layer, weights="int8", offload=folder)
+    with torch.no_grad():
+        layer(torch.randn(3, 4096))
+    return psutil.Process().memory_info().rss - before
+
+for checkpoint in ("", sys.argv[1] + "/model.safetensors"):
+    if os.fork() == 0:
+        print(held(sys.argv[1], checkpoint), flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
-@pytest.mark.parametrize("checkpoint", ["", "model.safetensors"], ids=["made", "mapped"])
-def test_weights_in_files_take_no_memory(tmp_path, checkpoint):
-    arguments = [str(tmp_path), checkpoint and str(tmp_path / checkpoint)]
-    held = int(subprocess.check_output([sys.executable, "-c", RESIDENT, *arguments]))
+def test_weights_in_files_take_no_memory(tmp_path):
+    printed = subprocess.check_output([sys.executable, "-c", RESIDENT, str(tmp_path)])
+    made, mapped = map(int, printed.split())
     # The packed weight has 2**24 bytes, and the weight 2**26; a mapped file leaves more behind.
-    assert held < (2**25 if checkpoint else 2**24 + 2**22), held / 2**20
+    assert made < 2**24 + 2**22, made / 2**20
+    assert mapped < 2**25, mapped / 2**20
 
 
 def test_tied_weights_lie_in_one_file(tmp_path):
@@ -614,24 +629,24 @@ def test_a_row_of_a_product_does_not_depend_on_others(name, dtype):
 
 
 @pytest.mark.parametrize("name", ROUNDING)
-@pytest.mark.parametrize("seeds", [None, [5, 6, 7, 8, 9, 10]], ids=["greedy", "seeds"])
+@pytest.mark.parametrize("seeds", [None, [5, 6, 7, 8]], ids=["greedy", "seeds"])
 def test_a_row_does_not_depend_on_its_neighbours(name, seeds):
-    """One scale for the activations of all rows made 0 of 6 rows those of their solo call."""
+    """One scale for the activations of all rows made none of them that of its solo call."""
     plain = hfgen.optimize(model(vocab_size=96), kernels=need(name))
-    call = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": seeds is not None}
-    lengths = (40, 3, 17, 1, 30, 9)
-    prompts = [3 + ids[:n] % 93 for ids, n in zip(tiny.prompt(6, length=40), lengths, strict=True)]
-    calls = [call | ({"seed": seed} if seed else {}) for seed in seeds or [None] * 6]
+    call = {"max_new_tokens": 6, "eos_token_id": None, "do_sample": seeds is not None}
+    lengths = (40, 3, 17, 1)
+    prompts = [3 + ids[:n] % 93 for ids, n in zip(tiny.prompt(4, length=40), lengths, strict=True)]
+    calls = [call | ({"seed": seed} if seed else {}) for seed in seeds or [None] * 4]
     pairs = list(zip(prompts, calls, strict=True))
     solo = [plain.generate(ids[None], **each)[0, len(ids) :].tolist() for ids, each in pairs]
     padded = torch.stack([nn.functional.pad(ids, (40 - len(ids), 0)) for ids in prompts])
     mask = (torch.arange(40) >= 40 - torch.tensor(lengths)[:, None]).long()
     together = plain.generate(padded, attention_mask=mask, **call, seed=seeds)[:, 40:].tolist()
-    engine = hfgen.Engine(plain, max_rows=4)
+    engine = hfgen.Engine(plain, max_rows=3)
     requests = [engine.add(ids, **each) for ids, each in pairs]
     served = [request.result().generate_output.sequences[0] for request in requests]
     assert together == solo
-    assert [ids[-12:].tolist() for ids in served] == solo
+    assert [ids[-6:].tolist() for ids in served] == solo
 
 
 # --- what is left alone, and errors --------------------------------------------------------------

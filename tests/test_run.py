@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,6 @@ def main():
 if __name__ == "__main__":
     main()
 """
-PROGRAMS = [["script.py"], ["-m", "package"]]
 
 
 @pytest.fixture
@@ -52,35 +52,18 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_a_program_runs_as_python_runs_it(folder: Path, program: list[str]) -> None:
-    arguments = [*program, "x", "3", "--option", "-m", "y z"]
-    expected = run(folder, *arguments)
-    assert expected.returncode == 3, expected.stderr
-    result = run(folder, "-m", "hfgen.run", *arguments)
-    *lines, last = result.stdout.splitlines(keepends=True)
-    assert "".join(lines) == expected.stdout
-    assert result.stderr == expected.stderr == ""
-    assert result.returncode == 3
-    assert last == "generates with hfgen: True\n"
-
-
-def test_a_traceback_is_the_programs_alone(folder: Path) -> None:
-    expected = run(folder, "script.py", "fail")
-    assert "Error" in expected.stderr
-    result = run(folder, "-m", "hfgen.run", "script.py", "fail")
-    assert result.stderr == expected.stderr
-    assert result.returncode == expected.returncode == 1
-
-
 @pytest.fixture
-def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``main`` changes in a process is undone, and models stay as they are."""
+def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What ``main`` changes in a process is undone."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(hfgen, "patch", lambda: None)
     for name in ("argv", "excepthook"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    yield
+    hfgen.unpatch()
+    for name in ("beside", "package"):
+        sys.modules.pop(name, None)
 
 
 def shown(error: type[Exception], *arguments: str) -> None:
@@ -88,6 +71,40 @@ def shown(error: type[Exception], *arguments: str) -> None:
     with pytest.raises(error) as raised:
         main([*arguments])
     sys.excepthook(raised.type, raised.value, raised.tb.tb_next)  # from `main` on
+
+
+def check(expected: subprocess.CompletedProcess[str], code: object, out: str, err: str) -> None:
+    *lines, last = out.splitlines(keepends=True)
+    assert "".join(lines) == expected.stdout
+    assert err == expected.stderr == ""
+    assert code == expected.returncode == 3
+    assert last == "generates with hfgen: True\n"
+
+
+ARGUMENTS = ["x", "3", "--option", "-m", "y z"]
+
+
+def test_a_script_runs_as_python_runs_it(folder: Path) -> None:
+    result = run(folder, "-m", "hfgen.run", "script.py", *ARGUMENTS)
+    expected = run(folder, "script.py", *ARGUMENTS)
+    check(expected, result.returncode, result.stdout, result.stderr)
+
+
+def test_a_module_runs_as_python_runs_it(
+    folder: Path, inside: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["-m", "package", *ARGUMENTS])
+    check(run(folder, "-m", "package", *ARGUMENTS), ended.value.code, *capsys.readouterr())
+
+
+def test_a_traceback_is_the_programs_alone(
+    folder: Path, inside: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = run(folder, "script.py", "fail")
+    assert "Error" in expected.stderr
+    shown(ValueError, "script.py", "fail")
+    assert capsys.readouterr().err == expected.stderr
 
 
 def test_what_cannot_be_run_is_shown_as_python_shows_it(
