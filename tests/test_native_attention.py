@@ -33,10 +33,14 @@ SHAPES = [
 ]
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """As ``scaled_dot_product_attention``, by the operator."""
+def need_operator() -> None:
     if (reason := native.failure()) is not None:
         pytest.skip(reason=f"no operator here: {reason}")
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """As ``scaled_dot_product_attention``, by the operator."""
+    need_operator()
     operator = torch.ops.hfgen_native.attention
     return operator(query.transpose(1, 2), key, value, mask, query.shape[3] ** -0.5).transpose(1, 2)
 
@@ -150,40 +154,63 @@ def llama(**overrides: Any) -> Any:
     return hfgen.mix_into(tiny.llama(**{**size, "initializer_range": 0.1, **overrides})).eval()
 
 
+LENGTH = {"max_new_tokens": 4, "eos_token_id": None}
+PROMPTS = {"input_ids": tiny.prompt(2, 9)}
+MASK = (torch.arange(9) >= torch.tensor([0, 5])[:, None]).long()
+PADDED = {"input_ids": PROMPTS["input_ids"] * MASK, "attention_mask": MASK}
+
+
 def calls(model: Any, **inputs: Any) -> tuple[int, Tensor]:
     """How often a call attends by the operator, when all is compiled, and its tokens."""
-    for _ in range(2):
-        with profile(activities=[ProfilerActivity.CPU]) as events:
-            tokens = model.generate(**inputs, max_new_tokens=6, eos_token_id=None)
+    model.generate(**inputs, **LENGTH)
+    with profile(activities=[ProfilerActivity.CPU]) as events:
+        tokens = model.generate(**inputs, **LENGTH)
     return sum(event.count for event in events.key_averages() if event.key == NAME), tokens
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_compiled_layers_attend_by_it(cache):
-    if native.failure() is not None:
-        pytest.skip(reason="no operator here")
-    options = {"cache_implementation": cache, "disable_compile": True}
-    plain = llama()
+@pytest.fixture
+def quick(monkeypatch):
+    """Graphs are made by the compiler's front end, and run operator by operator."""
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+
+
+def check(**inputs: Any) -> None:
+    need_operator()
+    plain, model = llama(), hfgen.optimize(llama(), compile=True)
+    n, tokens = calls(model, **inputs)
+    assert model.optimization.graph.failure is None
+    assert n == 3 * 2  # behind the prompt, in each layer
+    assert torch.equal(tokens, plain.generate(**inputs, **LENGTH))
+    assert model.config._attn_implementation == "sdpa"
+
+
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("inputs", [PADDED, {"input_ids": tiny.prompt(1, 9)}], ids=["two", "one"])
+def test_compiled_layers_attend_by_it(inputs, options):
+    check(**inputs, **options)
+
+
+def test_the_compilers_own_code_attends_by_it():
+    check(**PADDED, **STATIC)
+
+
+@pytest.mark.usefixtures("quick")
+def test_drafts_attend_by_it():
+    need_operator()
     model = hfgen.optimize(llama(), compile=True)
-    ids = tiny.prompt(3, 9)
-    mask = (torch.arange(9) >= torch.tensor([0, 5, 2])[:, None]).long()
-    padded = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
-    for inputs in ({"input_ids": ids}, padded, {"input_ids": ids[:1]}):
-        n, tokens = calls(model, **inputs, **options)
-        assert model.optimization.graph.failure is None
-        assert n == 5 * 2  # behind the prompt, in each layer
-        assert torch.equal(tokens, calls(plain, **inputs, **options)[1])
-    drafts = {"input_ids": ids[:1, :4].repeat(1, 4), "prompt_lookup_num_tokens": 3}
+    drafts = {"input_ids": tiny.prompt(1, 4).repeat(1, 4), "prompt_lookup_num_tokens": 3}
     n, tokens = calls(model, **drafts)
     assert n > 0
-    assert torch.equal(tokens, calls(plain, **drafts)[1])
-    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(tokens, llama().generate(**drafts, **LENGTH))
 
 
 def test_keys_of_a_group_of_heads_are_read_where_they_are(monkeypatch):
     """transformers repeats them for each head where there is a mask."""
-    if native.failure() is not None:
-        pytest.skip(reason="no operator here")
+    need_operator()
     operators: list[Any] = []
 
     def noting(module: Any, inputs: Any) -> Any:
@@ -191,15 +218,14 @@ def test_keys_of_a_group_of_heads_are_read_where_they_are(monkeypatch):
         operators.extend(module.graph.find_nodes(op="call_function", target=target))
         return module.forward
 
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: noting)
+    monkeypatch.setattr(compiled_layers, "BACKEND", noting)
     model = hfgen.optimize(llama(), compile=True, kernels="own")
-    ids = tiny.prompt(2, 9)
-    mask = (torch.arange(9) >= torch.tensor([0, 5])[:, None]).long()
-    calls(model, input_ids=ids, attention_mask=mask)
+    model.generate(**PADDED, **LENGTH)
     (operator,) = operators
     assert [node.op for node in operator.args[1:4]] == ["placeholder"] * 3
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "other",
     [{"head_dim": native.LANES + 2}, {"attn_implementation": "eager"}, {"dtype": torch.float64}],
@@ -213,28 +239,21 @@ def test_others_attend_as_before(other):
         return model.to(other.get("dtype", torch.float32))
 
     model = hfgen.optimize(made(), compile=True, kernels="own")
-    inputs = {"input_ids": tiny.prompt(2, 9)}
-    n, tokens = calls(model, **inputs)
+    n, tokens = calls(model, **PROMPTS)
     assert model.optimization.graph.failure is None
     assert n == 0
     assert model.optimization.graph.n_layers == 2
-    assert torch.equal(tokens, calls(made(), **inputs)[1])
+    assert torch.equal(tokens, made().generate(**PROMPTS, **LENGTH))
 
 
+@pytest.mark.usefixtures("quick")
 def test_another_attention_between_calls_is_seen():
     model = hfgen.optimize(llama(), compile=True, kernels="own")
-    inputs = {"input_ids": tiny.prompt(2, 9)}
-    before, tokens = calls(model, **inputs)
+    before, tokens = calls(model, **PROMPTS)
     model.set_attn_implementation("eager")
-    after, eager = calls(model, **inputs)
+    after, eager = calls(model, **PROMPTS)
     assert (before > 0, after) == (native.failure() is None, 0)
     assert torch.equal(tokens, eager)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Graphs are made by the compiler's front end, and run operator by operator."""
-    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
 
 
 @pytest.mark.usefixtures("quick")
@@ -250,33 +269,30 @@ def test_another_function_in_torchs_place_is_called(monkeypatch, is_registered):
         return torchs(*states, scale=scale / 20, **kwargs)
 
     model = hfgen.optimize(llama(), compile=True, kernels="own")
-    inputs = {"input_ids": tiny.prompt(2, 9)}
-    before = calls(model, **inputs)
+    before = calls(model, **PROMPTS)
     if is_registered:
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", registered)
     else:
         monkeypatch.setattr(F, "scaled_dot_product_attention", patched)
-    tokens = calls(model, **inputs)[1]
-    assert torch.equal(tokens, calls(llama(), **inputs)[1])
+    tokens = model.generate(**PROMPTS, **LENGTH)
+    assert torch.equal(tokens, llama().generate(**PROMPTS, **LENGTH))
     assert not torch.equal(tokens, before[1])
     monkeypatch.undo()
-    assert calls(model, **inputs)[0] == before[0]
+    assert calls(model, **PROMPTS)[0] == before[0]
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")
 def test_flex_attention_whose_masks_are_no_tensors():
-    if native.failure() is not None:
-        pytest.skip(reason="no compiler here, which flex attention needs as well")
-    inputs = {"input_ids": tiny.prompt(2, 9)}
+    need_operator()  # flex attention needs a compiler as well
     model = hfgen.optimize(llama(), compile=True, kernels="own")
-    before = calls(model, **inputs)
+    before = calls(model, **PROMPTS)
     model.set_attn_implementation("flex_attention")
-    after = calls(model, **inputs)
+    after = calls(model, **PROMPTS)
     assert after[0] == 0
     assert torch.equal(after[1], before[1])
     model.set_attn_implementation("sdpa")
-    assert calls(model, **inputs)[0] == before[0]
+    assert calls(model, **PROMPTS)[0] == before[0]
     assert model.optimization.graph.failure is None
 
 
@@ -298,12 +314,11 @@ def test_attention_that_asks_for_torchs_by_name_is_told_of_it():
         return model
 
     model = hfgen.optimize(asking(), compile=True, kernels="own")
-    inputs = {"input_ids": tiny.prompt(2, 9)}
-    n, tokens = calls(model, **inputs)
+    n, tokens = calls(model, **PROMPTS)
     assert (n > 0) == (native.failure() is None)
     assert model.optimization.graph.n_layers == 2
-    assert torch.equal(tokens, calls(asking(), **inputs)[1])
-    assert not torch.equal(tokens, calls(llama(), **inputs)[1])
+    assert torch.equal(tokens, asking().generate(**PROMPTS, **LENGTH))
+    assert not torch.equal(tokens, llama().generate(**PROMPTS, **LENGTH))
 
 
 @pytest.mark.usefixtures("quick")
@@ -312,18 +327,15 @@ def test_masks_of_other_sizes_are_torchs():
     plain, model = llama(), hfgen.optimize(llama(), compile=True, kernels="own")
 
     def step(model: Any, mask: Tensor) -> Tensor:
-        options = {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True}
-        seen = model.generate(input_ids=tiny.prompt(2, 9), **options)
+        seen = model.generate(**PROMPTS, **LENGTH, return_dict_in_generate=True)
         more = {CACHE: seen.past_key_values, "attention_mask": mask}
         with torch.no_grad():
             return model(input_ids=seen.sequences[:, -1:], **more).logits
 
-    for shape in ((2, 1, 1, 13), (2, 4, 1, 13), (2, 1, 1, 1)):
-        for mask in (torch.randn(shape), torch.rand(shape) > 0.4):
-            expected = step(plain, mask)
-            torch.testing.assert_close(step(model, mask), expected, rtol=1e-4, atol=1e-4)
+    for mask in (torch.randn(2, 4, 1, 13), torch.rand(2, 1, 1, 1) > 0.4):
+        expected = step(plain, mask)
+        torch.testing.assert_close(step(model, mask), expected, rtol=1e-4, atol=1e-4)
     assert model.optimization.graph.failure is None
-    for size in (12, 15):
-        for each in (plain, model):
-            with pytest.raises(RuntimeError, match="must match"):
-                step(each, torch.zeros(2, 1, 1, size))
+    for each in (plain, model):
+        with pytest.raises(RuntimeError, match="must match"):
+            step(each, torch.zeros(2, 1, 1, 15))
