@@ -16,14 +16,12 @@ import hfgen
 
 STEPS = int(os.environ.get("HFGEN_STEPS", "2"))
 PROMPTS = (
-    "def add(a, b):\n",
-    "import os\n\n\ndef read_lines(path):\n    ",
     "x",
     "for i in range(10):\n    print(i)\nfor i in range(10):\n    ",
     "class Parser:\n    def __init__(self, text):\n",
     "return ",
 )
-N_NEW = 16
+N_NEW = 8
 SAMPLING = {
     "max_new_tokens": N_NEW,
     "do_sample": True,
@@ -37,7 +35,7 @@ SAMPLING = {
 
 def rollouts(model: Any, prompts: list[Tensor], first_seed: int) -> tuple[list[Tensor], Tensor]:
     """Sequences and log-probabilities ``(rows, N_NEW)`` from the engine; every other request drafts."""
-    with hfgen.Engine(model, max_rows=4, prefill_tokens=11) as engine:
+    with hfgen.Engine(model, max_rows=3, prefill_tokens=11) as engine:
         requests = []
         for i, ids in enumerate(prompts):
             drafts = {"prompt_lookup_num_tokens": 3} if i % 2 else {}
