@@ -52,7 +52,6 @@ from benchmarks.side_by_side import (
     unmixed,
 )
 from hfgen.decoding.strategies.sample import Sample
-from hfgen.running.optimization import compiled_layers
 from tests import tiny
 
 
@@ -169,11 +168,9 @@ def test_spread_is_median_and_quartiles() -> None:
 LOOKUP = Variant("lookup", options={"prompt_lookup_num_tokens": 3})
 
 
-@pytest.mark.parametrize("optimize", [False, True])
 def test_speculation_at_its_smallest(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimize: bool
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     edit = Edit("rename `x`", "def f(x):\n    return x\n" * 4, (("x", "y"),))
     monkeypatch.setattr(speculation, "EDITS", (edit, edit))
     monkeypatch.setattr(speculation, "PAST", 16)
@@ -191,16 +188,13 @@ def test_speculation_at_its_smallest(
         layers=(1,),
         scales=(1.0, 40.0),
         repeat=1,
-        optimize=optimize,
     )
     steps: list[str] = []
     report = speculation.measure(size, lambda: subject, steps.append)
-    assert (getattr(subject.model, "optimization", None) is not None) == optimize
-    name = "speculation_optimized" if optimize else "speculation"
     text = speculation.write(report, tmp_path / "results")
 
     written = {path.name for path in (tmp_path / "results").iterdir()}
-    assert written == {f"{name}.md", f"{name}.json", f"{name}.png"}
+    assert written == {"speculation.md", "speculation.json", "speculation.png"}
     for task in report.builtin.tasks:
         assert f"### {task.name}" in text
         assert steps.count(task.name) == 2  # the warm-up and one round
@@ -213,9 +207,12 @@ def test_speculation_at_its_smallest(
     ratios = [early_exit.agreement for early_exit in report.exits]
     assert len(ratios) == 2
     assert ratios[0] != ratios[1]  # what layers add counts more, so the first says less
-    raw = json.loads((tmp_path / "results" / f"{name}.json").read_text())
+    raw = json.loads((tmp_path / "results" / "speculation.json").read_text())
     assert list(raw["tasks"]) == [task.name for task in report.builtin.tasks]
     assert raw["early_exit"][0]["result"]["rows"] == 1
+    optimized = replace(size, optimize=True)
+    assert optimized.name == "speculation_optimized"
+    assert optimized.prepared(subject.model).optimization is not None
 
 
 def test_race_counts_what_is_forwarded(subject: Subject) -> None:

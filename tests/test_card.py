@@ -92,7 +92,8 @@ def test_the_command_gives_the_same_bytes_in_another_process(
 
 def test_the_command_makes_the_model_of_an_exact_card_exact(tmp_path: Path) -> None:
     model, tokenizer = hfgen.builtin_model()
-    written = call((hfgen.exact(model), tokenizer), logprobs=0, do_sample=True, seed=3)
+    exact = hfgen.exact(model), tokenizer
+    written = call(exact, logprobs=0, do_sample=True, seed=3, max_new_tokens=3)
     path = tmp_path / "card.json"
     path.write_text(str(written), encoding="utf-8")
     done = CliRunner().invoke(app, ["replay", str(path)])

@@ -245,67 +245,13 @@ def test_an_option_per_field_of_the_table() -> None:
 # --- wrong input -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["foo"], ["foo"]),
-        (["generate", "x", "--tempratur", "1"], ["--tempratur", "--temperature"]),
-        (["generate", "x", "--modle", "a"], ["--modle", "--model"]),
-        (["generate", "x", "--temperature", "hot"], ["--temperature", "a number", "'hot'"]),
-        (["generate", "x", "--max-new-tokens", "1.5"], ["--max-new-tokens", "an integer", "'1.5'"]),
-        (["generate", "x", "--max-new-tokens"], ["--max-new-tokens", "requires an argument"]),
-        (["generate", "x", "--do-sample=maybe"], ["--do-sample", "true or false", "'maybe'"]),
-        (["generate", "x", "--no-do-sample=1"], ["--no-do-sample"]),
-        (["generate", "x", "--cache-implementation", "foo"], ["foo", "static"]),
-        (["generate", "x", "--seed", "y"], ["--seed", "an integer", "'y'"]),
-        (["generate", "x", "--do-sample", "--seed", "-1"], ["--seed", "from 0 to 2**63 - 1", "-1"]),
-        (["compare", "x", "--seed", "y"], ["--seed"]),
-        (["generate", "x", "--stop"], ["--stop", "requires an argument"]),
-        (["generate", "x", "--stpo", "y"], ["--stpo", "--stop"]),
-        (["generate", "x", "--stop", "a", "--stop-strings", "b"], ["--stop", "--stop-strings"]),
-        (["generate", "x", "--regex", "a", "--json-object"], ["--regex", "--json-object"]),
-        (["generate", "x", "--json-object=1"], ["--json-object", "does not take a value"]),
-        (
-            ["generate", "x", "--json-schema", "/no/such"],
-            ["--json-schema", "/no/such", "No such file"],
-        ),
-        (["generate", "x", "--json-schema", __file__], ["--json-schema", "not JSON"]),
-        (["generate", "x", "--regex", "("], ["--regex", "unclosed group"]),
-        (["generate", "x", "--lark", __file__], ["--lark", "lexer error"]),
-        (["generate", "x", "--temp", "1"], ["--temp ", "--temperature"]),
-        (["generate", "x", "--zzzzzz", "1"], ["--zzzzzz", "hfgen generate --help"]),
-        (["generate", "x", "--device", "cuda:99"], ["--device cuda:99", "cannot be used here"]),
-        (["generate", "x", "--device", "meta"], ["--device meta", "cannot be used"]),
-        (["chat"], ["needs a model", "--model", "hfgen generate"]),
-        (["generate", "x", "y"], ["y"]),
-        (["generate", ""], ["prompt is empty"]),
-        (["generate"], ["prompt is empty"]),
-        (["generate", "x", "--stream", "--json"], ["--stream", "--json"]),
-        (["generate", "x", "--logprobs", "-2"], ["--logprobs", "-2"]),
-        (["generate", "x", "--dtype", "int3"], ["int3", "bfloat16"]),
-        (["generate", "x", "--device", "tpu9"], ["tpu9", "cannot be used here"]),
-        (["generate", "x", "--model", "/no/such"], ["/no/such", "save_pretrained"]),
-        (
-            ["generate", "x", "--compile-config", '{"foo": 1}'],
-            ["--compile-config", "fullgraph", "'foo'"],
-        ),
-        (["generate", "x\udcff"], ["UTF-8"]),
-        (["compare", "x", "--repeat", "0"], ["--repeat"]),
-        (["compare", "x", "--repetition-penalty", "-1"], ["--repetition-penalty", "above 0", "-1"]),
-        (["chat", "--num-return-sequences", "2"], ["--num-return-sequences", "one answer"]),
-        (["generate", "x", "--model", __file__], ["it is a file"]),
-        (["generate", "x", "--model", ""], ["the model is empty"]),
-        (["chat", "--foo"], ["--foo"]),
-    ],
-)
 @pytest.mark.usefixtures("tiny_builtin")
-def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], words: list[str]) -> None:
-    result = run(*arguments)
-    assert result.code == 2
-    assert result.out == ""
+def test_a_prompt_that_is_no_text_is_one_line_and_exit_code_2() -> None:
+    result = run("generate", "x\udcff")
+    assert (result.code, result.out) == (2, "")
     (line,) = result.err.splitlines()
     assert line.startswith("hfgen: ")
-    assert all(word in line for word in words), line
+    assert "UTF-8" in line
 
 
 @pytest.mark.parametrize(
@@ -949,6 +895,7 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "ROUNDS", 1)
     monkeypatch.setattr(demo, "REQUESTS", 3)
     monkeypatch.setattr(demo, "LONG", 40)
+    monkeypatch.setattr(demo, "NEW_TOKENS", 8)
     result = run("demo")
     assert (result.code, result.err) == (0, ""), result.out
     for words in (
@@ -1089,8 +1036,7 @@ def test_python_dash_m() -> None:
     assert done.stdout.strip() == hfgen.__version__
 
 
-def test_generate_optimised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_generate_optimised() -> None:
     arguments = ("generate", "import os\n\ndef ", "--json", "--max-new-tokens", "8")
     plain, optimised = (json.loads(run(*arguments, *more).out) for more in ([], ["--optimize"]))
     assert optimised["tokens"] == plain["tokens"]
@@ -1098,8 +1044,7 @@ def test_generate_optimised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "optimization" not in plain
 
 
-def test_generate_compiled(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_generate_compiled(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     arguments = ("generate", "7", "--model", folder, "--json", "--max-new-tokens", "8")
     plain = json.loads(run(*arguments).out)

@@ -19,9 +19,44 @@ from tests.tiny import byte_tokenizer, llama
 
 #: A command line, and words of its error. FILE is one that can be read.
 WRONG = """
-generate x --bogus                                        | --bogus
+foo                                                       | foo
+generate x --tempratur 1                                  | --tempratur --temperature
+generate x --modle a                                      | --modle --model
+generate x --temp 1                                       | --temp --temperature
+generate x --stpo y                                       | --stpo --stop
+generate x --temperature hot                              | --temperature number 'hot'
+generate x --max-new-tokens 1.5                           | --max-new-tokens integer '1.5'
+generate x --max-new-tokens                               | --max-new-tokens requires argument
+generate x --do-sample=maybe                              | --do-sample true false 'maybe'
+generate x --no-do-sample=1                               | --no-do-sample
+generate x --seed y                                       | --seed integer 'y'
+generate x --do-sample --seed -1                          | --seed from 0 to 2**63 -1
+generate x --stop                                         | --stop requires argument
+generate x --stop a --stop-strings b                      | --stop --stop-strings
+generate x --regex a --json-object                        | --regex --json-object
+generate x --json-object=1                                | --json-object does not take a value
+generate x --json-schema /no/such                         | --json-schema /no/such No such file
+generate x --regex (                                      | --regex unclosed group
+generate x --lark FILE                                    | --lark lexer error
+generate x --device cuda:99                               | --device cuda:99 cannot be used here
+generate x --device meta                                  | --device meta cannot be used
+generate x --device tpu9                                  | tpu9 cannot be used here
+generate ''                                               | prompt is empty
+generate                                                  | prompt is empty
+generate x --stream --json                                | --stream --json
+generate x --logprobs -2                                  | --logprobs -2
+generate x --dtype int3                                   | int3 bfloat16
+generate x --model /no/such                               | /no/such save_pretrained
+generate x --model FILE                                   | it is a file
+generate x --compile-config '{"foo": 1}'                  | --compile-config fullgraph 'foo'
+compare x --seed y                                        | --seed
+compare x --repetition-penalty -1                         | --repetition-penalty above 0 -1
+chat --num-return-sequences 2                             | --num-return-sequences one answer
+chat --foo                                                | --foo
+generate x --bogus                                        | --bogus hfgen generate --help
 generate x y                                              | quotes
 generate x --assistant ''                                 | the model is empty
+generate x --model ''                                     | the model is empty
 generate x --num-beams 0                                  | --num-beams at least 1 0
 generate x --logprobs-mode raw                            | --logprobs-mode raw_logprobs
 generate x --max-length 0                                 | --max-length 0 room
@@ -35,9 +70,7 @@ generate x --stop-regex (                                 | --stop-regex compile
 generate x --stop-regex a*                                | --stop-regex empty text
 generate x --stop ''                                      | --stop value
 generate x --choice ''                                    | --choice value
-generate x --json-schema no-such-file                     | --json-schema no-such-file
 generate x --json-schema FILE                             | --json-schema not JSON
-generate x --regex (                                      | --regex
 generate x --cache-implementation statc                   | --cache-implementation static statc
 generate x --cache-config '{"bits": 5}' --cache-implementation quantized  | bits 8 5
 generate x --cache-config '{"bit": 4}' --cache-implementation quantized   | --cache-config bits bit
@@ -62,7 +95,7 @@ generate x --no-use-cache --assistant builtin-draft       | --no-use-cache
 generate x --drop-finished --cache-implementation static  | --drop-finished static
 generate x --drop-finished --prompt-lookup-num-tokens 3    | --drop-finished assisted
 generate x --stream --num-return-sequences 3 --num-beams 2 | --num-return-sequences 3 --num-beams 2
-chat                                                      | --model
+chat                                                      | needs a model --model hfgen generate
 chat --system                                             | --system hfgen chat --help
 chat --dtype int3                                         | --dtype bfloat16 int3
 compare x --device 9                                      | --device 9
