@@ -84,16 +84,16 @@ def test_exact_predictions_are_the_same_beside_any_number_of_rows(
     monkeypatch.setattr(loading, "load", lambda *_: copy.deepcopy(loaded))
     source = write(
         tmp_path / "in.jsonl",
-        *({"prompt": "abcdefgh"[: n + 1], "reference": "x"} for n in range(8)),
+        *({"prompt": "abcde"[: n + 1], "reference": "x"} for n in range(5)),
     )
     files = []
-    for max_rows in (1, 3, 8):
+    for max_rows in (1, 5):
         done = tmp_path / f"{max_rows}.jsonl"
-        sampled = ("--temperature", 1.5, "--seed", 4, "--max-new-tokens", 9)
+        sampled = ("--temperature", 1.5, "--seed", 4, "--max-new-tokens", 6)
         result = run(source, "-o", done, "--exact", "--max-rows", max_rows, *sampled)
         assert result.exit_code == 0, result.stderr
         files.append(done.read_bytes())
-    assert files[1:] == files[:1] * 2
+    assert files[0] == files[1]
 
 
 def test_broken_lines_are_counted_and_the_rest_goes_on(tmp_path: Path, tiny_model: loading.Loaded):

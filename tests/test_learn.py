@@ -116,19 +116,19 @@ def test_tokens_of_transformers(family: str) -> None:
 SOME = ("llama", "gpt2", "bloom", "openai-gpt", "qwen2_sliding", "gemma2", "mixtral", "lfm2")
 
 
+@pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize("number", range(1, 10))
-def test_tokens_of_transformers_after_each_lesson(number: int) -> None:
-    for family in SOME:
-        check(lessons.modules()[number], family, *CALLS, ("sample", True), ("beams", False))
+def test_tokens_of_transformers_after_each_lesson(number: int, family: str) -> None:
+    check(lessons.modules()[number], family, *CALLS, ("sample", True), ("beams", False))
 
 
+@pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize("mode", ["early", "never", "beam sample"])
-def test_beams_of_all_kinds(mode: str) -> None:
+def test_beams_of_all_kinds(mode: str, family: str) -> None:
     if IS_5_24 and mode == "beam sample":
         pytest.skip(reason="transformers 5.24 sorts what it has drawn, the twin does not")
-    for family in SOME:
-        for twin in (lessons.modules()[0], lessons.modules()[-1]):
-            check(twin, family, (mode, True))
+    for twin in (lessons.modules()[0], lessons.modules()[-1]):
+        check(twin, family, (mode, True))
 
 
 def test_lessons_are_small() -> None:

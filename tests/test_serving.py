@@ -207,11 +207,11 @@ def test_whoever_leaves_takes_its_request_along(leave: Any) -> None:
 
     async def main() -> None:
         async with Service(engine) as service:
-            other = asyncio.create_task(tokens_of(service, 200))
+            other = asyncio.create_task(tokens_of(service, 60))
             await leave(service)
             while engine.left_at is None:
                 await asyncio.sleep(0.001)
-            assert await other == list(range(1, 201))
+            assert await other == list(range(1, 61))
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert engine.cancelled_at is not None
