@@ -61,7 +61,7 @@ def test_every_shape_under_both_libraries(
                 assert total > 0
                 assert speed == pytest.approx(4 * case["batch_size"] / total)
             assert found["peak_bytes"] > 0
-    table = run(*sizes)
+    table = run("--prompt-tokens", 5, "--new-tokens", 4, "--batch-sizes", 2, "--repeat", 1)
     assert "2 x 5+4" in table.stdout
 
 

@@ -63,7 +63,7 @@ def padded(*lengths: int) -> dict[str, Tensor]:
 def generate(model: Any, inputs: Any, **options: Any) -> Tensor:
     given = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
     torch.manual_seed(0)
-    return model.generate(**given, **({"max_new_tokens": 12, "eos_token_id": None} | options))
+    return model.generate(**given, **({"max_new_tokens": 8, "eos_token_id": None} | options))
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ def test_no_other_graph_for_other_rows_and_lengths(compiled, graphs, options):
     for inputs in (tiny.prompt(1, 9), tiny.prompt(2, 9), padded(9), padded(9, 4)):
         generate(compiled, inputs, **options)
     before = graphs()
-    for rows, length, n in ((1, 3, 40), (5, 30, 9), (2, 100, 70), (1, 90, 3), (7, 2, 30)):
+    for rows, length, n in ((1, 3, 70), (5, 30, 4), (2, 100, 30)):
         generate(compiled, tiny.prompt(rows, length), max_new_tokens=n, **options)
         generate(compiled, padded(*range(2, 2 + rows)), max_new_tokens=n, **options)
     assert graphs() == before
@@ -247,12 +247,12 @@ def test_records_of_another_thread_leave_layers_compiled(plain, compiled, guarde
 
 @pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
 def test_guards_are_checked_once_per_call(plain, compiled, guarded, options):
-    for inputs in (tiny.prompt(1, 9), tiny.prompt(3, 5), padded(9, 4, 7)):
+    for inputs, n in ((tiny.prompt(1, 9), 90), (padded(9, 4, 7), 20)):
         generate(compiled, inputs, max_new_tokens=3, **options)  # compiles
         guarded.clear()
-        found = generate(compiled, inputs, max_new_tokens=90, **options)
-        assert len(guarded) == 4  # of four layers, at the first of 89 steps
-        assert torch.equal(found, generate(plain, inputs, max_new_tokens=90, **options))
+        found = generate(compiled, inputs, max_new_tokens=n, **options)
+        assert len(guarded) == 4  # of four layers, at the first step
+        assert torch.equal(found, generate(plain, inputs, max_new_tokens=n, **options))
 
 
 def test_guards_are_checked_again_for_other_kinds_of_steps(plain, compiled, guarded):
@@ -322,11 +322,11 @@ def test_layers_with_packed_weights_share_graphs(plain, monkeypatch, graphs):
     generate(model, tiny.prompt(1, 9))
     assert graphs() == 1
     ids = tiny.prompt(2, 4).repeat(1, 5)
-    for inputs in (ids[:1], ids, padded(9), padded(9, 4, 7)):
+    for inputs in (ids[:1], ids, padded(9, 4, 7)):
         for options in ({}, {"prompt_lookup_num_tokens": 4}):
             expected = generate(plain, inputs, **options)
             assert torch.equal(generate(model, inputs, **options), expected)
-    assert graphs() <= 6
+    assert graphs() <= 5
 
 
 def test_models_that_share_weights_keep_their_kernels(monkeypatch, used):
@@ -526,11 +526,6 @@ def test_a_model_without_such_layers():
     for other in (torch.nn.Sequential(torch.nn.Linear(4, 4)), tiny.t5()):
         report = hfgen.optimize(other, compile=True, kernels="own").optimization
         assert "no decoder layer can be compiled" in str(report)
-
-
-def test_errors_by_name(plain):
-    with pytest.raises(TypeError, match="compile must be True or False, got 'yes'"):
-        hfgen.optimize(plain, compile="yes")
 
 
 @pytest.mark.parametrize("kernel", ["bf16", "int8"])
