@@ -184,18 +184,14 @@ def check(**inputs: Any) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-STATIC = {"cache_implementation": "static", "disable_compile": True}
-
-
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("inputs", [PADDED, {"input_ids": tiny.prompt(1, 9)}], ids=["two", "one"])
-def test_compiled_layers_attend_by_it(inputs, options):
-    check(**inputs, **options)
+def test_compiled_layers_attend_by_it(inputs):
+    check(**inputs)
 
 
-def test_the_compilers_own_code_attends_by_it():
-    check(**PADDED, **STATIC)
+def test_the_compilers_own_code_attends_by_it_with_a_static_cache():
+    check(**PADDED, cache_implementation="static", disable_compile=True)
 
 
 @pytest.mark.usefixtures("quick")
