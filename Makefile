@@ -55,11 +55,12 @@ $(VENV)-oldest/installed $(VENV)-newest/installed: $(VENV)-%/installed: $(VENV)/
 versions: $(VENV)/installed ## Run the core of the tests with each Python, transformers and torch that can be had.
 	@$(BIN)/python scripts/check_versions.py
 
+clients: export PYTHONDONTWRITEBYTECODE = # else each worker, server and command compiles what it imports
 clients: $(VENV)-clients/installed ## Run client libraries (PEFT, TRL, lm_eval, …) with and without hfgen.
-	@# Their warnings are theirs. Servers' tests measure how long others wait: they run alone.
-	@$(VENV)-clients/bin/python -m pytest --numprocesses 2 --dist loadfile -W default tests/clients \
-		--ignore-glob '*/test_serving*'
-	@$(VENV)-clients/bin/python -m pytest -W default tests/clients/test_serving*
+	@# Their warnings are theirs. What measures how long others wait runs alone.
+	@$(VENV)-clients/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		-W default -m "not alone" tests/clients
+	@$(VENV)-clients/bin/python -m pytest -W default -m alone tests/clients/test_serving*
 
 $(VENV)-clients/installed: $(VENV)/installed
 	@echo "Making the environment in $(VENV)-clients."

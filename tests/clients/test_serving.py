@@ -476,6 +476,7 @@ def test_metrics(server: Running) -> None:
 # ------------------------------------------------------------ hanging up
 
 
+@pytest.mark.alone
 def test_clients_that_hang_up_leave(server: Running) -> None:
     """64 at once; half of them hang up amid a stream, and some of these before it begins."""
     log = server.engine.log

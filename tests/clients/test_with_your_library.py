@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import hfgen
+from hfgen import run
 from hfgen.decoding import loop
 from tests import tiny
 from tests.clients.conftest import TEMPLATE, model
@@ -72,15 +71,19 @@ def test_a_block_runs_on_hfgen(
 
 
 @pytest.mark.parametrize(("name", "line"), blocks(""), ids=[n for n, _ in blocks("")])
-def test_a_command_is_there(name: str, line: str, folder: Path) -> None:
+def test_a_command_is_there(
+    name: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its help, with the options that the page gives: to run it takes a network, or for ever."""
-    python, *arguments = shlex.split(line)
-    assert python == "python"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
-    command = [sys.executable, *arguments, "--help"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert name.split()[-1].replace("_", "-") in done.stdout.replace("_", "-")
+    python, _, module, *arguments = shlex.split(line)
+    assert (python, module) == ("python", "hfgen.run")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run.main([*arguments, "--help"])
+    hfgen.unpatch()
+    assert name.split()[-1].replace("_", "-") in capsys.readouterr().out.replace("_", "-")
 
 
 def test_the_table_has_every_section() -> None:
