@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 COUNT ?= 2000
+# pip leaves modules to be compiled at their first import: else each worker and command compiled them anew.
+unexport PYTHONDONTWRITEBYTECODE
 TRANSFORMERS_oldest := 5.21.0
 TRANSFORMERS_newest := 5.24.0
 
@@ -55,7 +57,6 @@ $(VENV)-oldest/installed $(VENV)-newest/installed: $(VENV)-%/installed: $(VENV)/
 versions: $(VENV)/installed ## Run the core of the tests with each Python, transformers and torch that can be had.
 	@$(BIN)/python scripts/check_versions.py
 
-clients: export PYTHONDONTWRITEBYTECODE = # else each worker, server and command compiles what it imports
 clients: $(VENV)-clients/installed ## Run client libraries (PEFT, TRL, lm_eval, …) with and without hfgen.
 	@# Their warnings are theirs. What measures how long others wait runs alone.
 	@$(VENV)-clients/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
