@@ -47,9 +47,14 @@ def held_out(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     return ids.view(6, 1024)
 
 
+@pytest.fixture(scope="module")
 @torch.no_grad()
-def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False).logits
+def logits(
+    model: PreTrainedModel, draft: PreTrainedModel, held_out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the model and of its draft, for each position of the held-out rows."""
+    found = (each(input_ids=held_out, use_cache=False).logits for each in (model, draft))
+    return next(found), next(found)
 
 
 def test_all_files_together_are_small() -> None:
@@ -173,30 +178,26 @@ def test_padded_batch_completes_as_single_prompts(
 
 @pytest.mark.parametrize(("is_draft", "bound"), [(False, 9.0), (True, 18.0)])
 def test_perplexity_on_held_out_text(
-    model: PreTrainedModel,
-    draft: PreTrainedModel,
-    held_out: torch.Tensor,
-    is_draft: bool,
-    bound: float,
+    logits: tuple[torch.Tensor, torch.Tensor], held_out: torch.Tensor, is_draft: bool, bound: float
 ) -> None:
-    logits = logits_of(draft if is_draft else model, held_out)[:, :-1]
-    loss = F.cross_entropy(logits.flatten(0, 1), held_out[:, 1:].flatten()).item()
+    predicted = logits[is_draft][:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(predicted, held_out[:, 1:].flatten()).item()
     assert math.exp(loss) < bound
 
 
 def test_draft_agrees_with_the_model_on_held_out_text(
-    model: PreTrainedModel, draft: PreTrainedModel, held_out: torch.Tensor
+    logits: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    chosen, drafted = logits_of(model, held_out).argmax(-1), logits_of(draft, held_out).argmax(-1)
+    chosen, drafted = (each.argmax(-1) for each in logits)
     assert (chosen == drafted).float().mean().item() >= 0.55
 
 
 def test_late_positions_are_as_good_as_early_ones(
-    model: PreTrainedModel, held_out: torch.Tensor
+    logits: tuple[torch.Tensor, torch.Tensor], held_out: torch.Tensor
 ) -> None:
     """All positions of the config were trained: the second half of a full row is no worse than the first."""
-    logits = logits_of(model, held_out)[:, :-1]
-    losses = F.cross_entropy(logits.transpose(1, 2), held_out[:, 1:], reduction="none")
+    predicted = logits[0][:, :-1].transpose(1, 2)
+    losses = F.cross_entropy(predicted, held_out[:, 1:], reduction="none")
     assert losses[:, 512:].mean().item() < losses[:, :512].mean().item() + 0.2
 
 
