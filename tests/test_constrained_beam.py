@@ -15,7 +15,6 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 import hfgen
 from hfgen import Constraint, DisjunctiveConstraint, PhrasalConstraint
-from hfgen.decoding.strategies.constrained_beam import Progress, allocate
 from tests import tiny
 from tests.markov import Markov
 from tests.test_bad_input import Untouched
@@ -99,39 +98,6 @@ def test_a_text_that_is_both_likely_and_forced_finishes_once():
         stopping_criteria=StoppingCriteriaList([lambda ids, scores: ids[:, -1] == 3]),
     )
     assert output.tolist() == [[1, 2, 3], [1, 3, -1]]
-
-
-def test_places_are_divided_among_banks():
-    banks, scores = [0, 0, 1, 2, 1], [-1.0, -2.0, -3.0, -4.0, -5.0]
-    assert allocate(banks, scores, 3) == [3, 2, 0]
-    assert allocate(banks, scores, 5) == [3, 2, 0, 4, 1]
-    assert allocate(banks, [-1.0, -2.0, -torch.inf, -4.0, -5.0], 5) == [3, 4, 0, 1, 2]
-    # Hundreds apart in score, which is not to outweigh a bank.
-    assert allocate([2, 1, 1], [-500.0, -1.0, -2.0], 2) == [0, 1]
-
-
-def test_progress_works_on_one_constraint_at_a_time():
-    start = Progress.start([PhrasalConstraint([5, 6, 7]), DisjunctiveConstraint([[8, 9], [4]])])
-    assert (start.bank, start.wanted, start.missing) == (0, [5, 8, 4], 4)
-    begun = start.after(5)
-    assert (begun.bank, begun.wanted, begun.missing) == (1, [6], 3)
-    broken = begun.after(4)  # breaks the phrase off, and does not count for the other
-    assert (broken.bank, broken.wanted, broken.missing) == (0, [8, 4, 5], 4)
-    one_met = begun.after(6).after(7)
-    assert (one_met.bank, one_met.wanted, one_met.missing) == (3, [8, 4], 1)
-    all_met = one_met.after(4)
-    assert all_met.is_met
-    assert all_met.after(50) is all_met
-    assert start.after(50) is start
-    assert start.after(8) is start.after(8)
-
-
-def test_alternatives_that_begin_alike_stay_apart():
-    begun = Progress.start([DisjunctiveConstraint([[5, 6, 8], [5, 7]])]).after(5)
-    assert begun.wanted == [6, 7]
-    assert begun.after(7).is_met
-    assert begun.after(6).wanted == [8]
-    assert begun.wanted == [6, 7]
 
 
 # --- constraints as objects ---------------------------------------------------------------------

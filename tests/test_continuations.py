@@ -13,7 +13,7 @@ import hfgen
 from hfgen.families import selects_keys
 from hfgen.running import prompt_logits, shared_prefix
 from hfgen.tools.evaluate import continuations
-from hfgen.tools.evaluate.continuations import Group, Likelihoods, Pair, Text, clusters, grouped
+from hfgen.tools.evaluate.continuations import Likelihoods, Pair
 from tests import tiny
 from tests.parity.decoder_families import DECODER_FAMILIES
 
@@ -205,27 +205,3 @@ def test_a_body_that_is_not_seen(llama: Any, monkeypatch: pytest.MonkeyPatch) ->
     check(likelihoods(llama, pairs), expected)
     monkeypatch.setattr(prompt_logits.families, "has_plain_head", lambda model: False)
     check(likelihoods(llama, pairs), expected)
-
-
-def test_texts_are_grouped_by_context() -> None:
-    context = list(range(10, 20))
-    pairs = [(context, [1, 2]), (context, [1, 3]), (context, [1, 4, 5]), ([7], [8, 9, 10])]
-    first, second, other = Text((*context, 1), {}), Text((*context, 1, 4), {}), Text((7, 8, 9), {})
-    first.continuations.update({0: [1, 2], 1: [1, 3]})
-    second.continuations[2], other.continuations[3] = [1, 4, 5], [8, 9, 10]
-    found = list(grouped(pairs, max_length=100))
-    assert found == [Group(first.tokens, [first, second]), Group(other.tokens, [other])]
-    assert found[0].context == tuple(context[:-1])
-    apart = grouped(pairs, max_length=100, may_share=False)
-    assert [len(group.texts) for group in apart] == [1, 1, 1]
-
-
-def test_clusters() -> None:
-    """Groups with the same examples are together, whatever else is between them."""
-    pairs = [
-        ([start, *range(30, 30 + n), 20 + i, 5], [1])
-        for i in range(5)
-        for start, n in ((6, 25), (9, 40), (10 + i, 0))
-    ]
-    found = list(clusters(grouped(pairs, max_length=100), least=60))
-    assert [(n, len(groups)) for n, groups in found] == [(0, 5), (26, 5), (41, 5)]

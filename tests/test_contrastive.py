@@ -17,15 +17,13 @@ from transformers import (
     StoppingCriteria,
 )
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.generation.streamers import BaseStreamer
 
 import hfgen
-from hfgen.decoding.strategies.contrastive import Context
 from hfgen.families import CACHE
 from tests import tiny
 from tests.golden import models
 from tests.parity.family import seeded
-from tests.test_bad_input import Untouched
+from tests.test_bad_input import Recorder, Untouched
 
 OPTIONS: dict[str, Any] = {"penalty_alpha": 0.8, "top_k": 4, "max_new_tokens": 12}
 
@@ -218,18 +216,6 @@ def test_nothing_is_recorded_unasked(model):
     assert output[prefix + "hidden_states"] is None if prefix + "hidden_states" in output else True
 
 
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.puts: list[torch.Tensor] = []
-        self.ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts.append(value)
-
-    def end(self) -> None:
-        self.ends += 1
-
-
 def test_streams_token_by_token(model):
     streamer = Recorder()
     output = model.generate(tiny.prompt(1), **OPTIONS, streamer=streamer)
@@ -277,17 +263,6 @@ def test_more_candidates_than_tokens():
     model, prompt = built("llama"), tiny.prompt(1)
     expected = model.generate(prompt, **OPTIONS | {"top_k": tiny.VOCAB})
     assert torch.equal(model.generate(prompt, **OPTIONS | {"top_k": 1000}), expected)
-
-
-def test_context_grows_and_leaves_padding_out():
-    hidden = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[torch.nan, 1.0], [3.0, 0.0]]])
-    context = Context(hidden, torch.tensor([[False, False], [True, False]]))
-    candidates = torch.tensor([[[5.0, 0.0], [3.0, 4.0]], [[0.0, 1.0], [-1.0, 0.0]]])
-    assert context.similarity(candidates).tolist() == [[1.0, pytest.approx(0.8)], [0.0, -1.0]]
-    for token in (0.0, 1.0, 1.0):
-        context.append(torch.tensor([[token, 1.0], [token, 1.0]]))
-    assert context.states.view.shape[1] == 5
-    assert context.similarity(candidates)[1].tolist() == pytest.approx([1.0, -0.0], abs=0.8)
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,13 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import hfgen
 from hfgen.decoding.strategies.dola import candidate_layers
 from tests import tiny
 from tests.golden import models
 from tests.parity.family import seeded
-from tests.test_bad_input import Untouched
+from tests.test_bad_input import Recorder, Untouched
 
 LAYERS = ("low", "high", [1], [0, 1, 3])
 
@@ -129,18 +128,6 @@ def test_caches_change_nothing(name):
         {"prefill_chunk_size": 3},
     ):
         assert torch.equal(model.generate(prompt, **options, **given), expected)
-
-
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.puts: list[torch.Tensor] = []
-        self.ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts.append(value)
-
-    def end(self) -> None:
-        self.ends += 1
 
 
 def test_streams_token_by_token(model):

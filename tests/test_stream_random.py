@@ -47,7 +47,7 @@ def draw(rng: random.Random, rows: int) -> dict[str, Any]:
         "ignore_eos": True,
     }
     chosen = {name: value for name, value in maybe.items() if rng.random() < 0.25}
-    return {"max_new_tokens": 20, "eos_token_id": EOS, **rng.choice(KINDS), **chosen}
+    return {"max_new_tokens": 15, "eos_token_id": EOS, **rng.choice(KINDS), **chosen}
 
 
 def outcome(call: Any, ids: torch.Tensor, options: dict[str, Any]) -> Any:
@@ -59,12 +59,12 @@ def outcome(call: Any, ids: torch.Tensor, options: dict[str, Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(9))
 def test_random_calls(seed: int) -> None:
     special = {"eos_token_id": 0, "pad_token_id": 1}
     model, tokenizer = hfgen.mix_into(tiny.llama(vocab_size=258, **special)), tiny.byte_tokenizer()
     rng, n_decoded = random.Random(seed), 0
-    for _ in range(30):
+    for _ in range(10):
         rows = rng.choice([1, 2, 4])
         ids, options = tiny.prompt(rows, seed=rng.randint(0, 9)), draw(rng, rows)
         options |= {"return_dict_in_generate": True, "tokenizer": tokenizer}
@@ -88,4 +88,4 @@ def test_random_calls(seed: int) -> None:
                 own = [entry for e in events if e.row == row for entry in e.logprobs or ()]
                 assert [entry.token_id for entry in own] == found[row], options
                 assert own == entries[: len(own)], options
-    assert n_decoded > 8
+    assert n_decoded > 2

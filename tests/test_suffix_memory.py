@@ -66,7 +66,7 @@ def by_brute_force(texts: list[list[int]], tail: list[int], n: int) -> list[int]
     return draft
 
 
-@settings(max_examples=int(os.environ.get("HFGEN_FUZZ", 300)), deadline=None)
+@settings(max_examples=int(os.environ.get("HFGEN_FUZZ", 100)), deadline=None)
 @given(texts=st.lists(TOKENS, max_size=6), tail=TOKENS, n=st.integers(0, 12))
 def test_drafts_are_the_votes_of_the_longest_suffix(
     texts: list[list[int]], tail: list[int], n: int
@@ -176,7 +176,7 @@ def test_a_file_of_another_kind_is_refused(data: bytes, tmp_path: Path) -> None:
         SuffixMemory.load(path)
 
 
-@settings(max_examples=int(os.environ.get("HFGEN_FUZZ", 200)), deadline=None)
+@settings(max_examples=int(os.environ.get("HFGEN_FUZZ", 60)), deadline=None)
 @given(place=st.integers(0, 10**6), value=st.integers(0, 255))
 def test_a_damaged_file_is_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, place: int, value: int

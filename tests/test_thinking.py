@@ -33,7 +33,7 @@ def forced(budget: int, ids: list[int], prompt_length: int, message: list[int]) 
     return closing[n - budget] if is_open and n >= budget else None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     budget=st.integers(0, 5),
     message=st.sampled_from([[], [7], [7, 8, 9]]),
