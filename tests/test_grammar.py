@@ -100,9 +100,9 @@ def test_each_kind(loaded, grammar, is_right, do_sample):
 
 def test_any_object(loaded):
     grammar = G.json_object(whitespace=False)
-    found = generate(loaded, grammar=grammar, do_sample=True, max_new_tokens=300, top_k=5)
+    found = generate(loaded, grammar=grammar, do_sample=True, max_new_tokens=150, top_k=5)
     tokens = found.tolist()
-    ended = [row for row in tokens if loaded[1].eos_token_id in row[-250:]]
+    ended = [row for row in tokens if loaded[1].eos_token_id in row[-150:]]
     assert ended
     for row in ended:
         text = loaded[1].decode(row, skip_special_tokens=True)
@@ -111,10 +111,10 @@ def test_any_object(loaded):
 
 
 def test_random_schemas_are_kept():
-    outcomes = sweep.run(seed=7, count=24, max_new_tokens=150)
+    outcomes = sweep.run(seed=7, count=2 * sweep.ROWS, max_new_tokens=120)
     assert [outcome for outcome in outcomes if outcome.is_wrong] == []
     n_valid = sum(outcome.what == "valid" for outcome in outcomes)
-    assert n_valid >= 16
+    assert n_valid >= 8
     assert any('"' in outcome.text for outcome in outcomes)
 
 
@@ -178,8 +178,8 @@ def test_seeded_rows_do_not_depend_on_their_neighbours(loaded):
 def test_beams(loaded, options):
     """Each returned beam is in the grammar, and no state was taken from another beam."""
     n = options["num_beams"]
-    output = generate(loaded, grammar=PERSONS, num_return_sequences=n, **options)
-    assert_persons(texts(loaded, output))
+    output = generate(loaded, PROMPTS[:2], grammar=PERSONS, num_return_sequences=n, **options)
+    assert_persons(texts(loaded, output, PROMPTS[:2]))
 
 
 def test_beams_of_few_texts(loaded):
@@ -289,7 +289,7 @@ def plainly(grammars: tuple[Any, ...], prompts: tuple[str, ...], **options: Any)
 @pytest.mark.parametrize("name", DRAFTING)
 def test_drafts_change_no_token(loaded, name):
     grammars = (PERSONS, G.json(KEYS), None, G.regex("(ab){6,20}c"))
-    for rows in (slice(4), slice(1), slice(1, 2), slice(3, 4)):
+    for rows in (slice(4), slice(1)):
         given, prompts = grammars[rows], PROMPTS[rows]
         drafted = generate(loaded, prompts, grammar=[*given], max_new_tokens=48, **DRAFTING[name]())
         assert torch.equal(drafted, plainly(given, prompts, max_new_tokens=48))
@@ -298,8 +298,7 @@ def test_drafts_change_no_token(loaded, name):
 @pytest.mark.parametrize("name", DRAFTING)
 def test_drafted_samples_are_in_the_grammar(loaded, name):
     options = {"do_sample": True, "temperature": 2.0, "grammar": PERSONS, **DRAFTING[name]()}
-    for n in (1, 2):
-        assert_persons(texts(loaded, generate(loaded, PROMPTS[:n], **options), PROMPTS[:n]))
+    assert_persons(texts(loaded, generate(loaded, PROMPTS[:1], **options), PROMPTS[:1]))
     drafted = generate(loaded, **options, seed=3)
     assert_persons(texts(loaded, drafted))
     plain = plainly((PERSONS,) * 4, PROMPTS, do_sample=True, temperature=2.0, seed=3)
@@ -589,8 +588,8 @@ def test_other_ways_to_decode_give_the_same(loaded, options):
     grammars = (PERSONS, None, G.choice(["yes", "no"]), G.regex("[a-c]{3,9}"))
     options = {"prefix_cache": hfgen.PrefixCache()} if "prefix_cache" in options else options
     beams = {"num_beams": options["num_beams"]} if "num_beams" in options else {}
-    expected = plainly(grammars, PROMPTS, max_new_tokens=40, **beams)
-    found = generate(loaded, grammar=[*grammars], max_new_tokens=40, **options)
+    expected = plainly(grammars, PROMPTS, max_new_tokens=24, **beams)
+    found = generate(loaded, grammar=[*grammars], max_new_tokens=24, **options)
     assert torch.equal(found, expected)
 
 
@@ -611,7 +610,8 @@ def test_other_ways_to_decode_give_the_same(loaded, options):
 )
 def test_other_modes_keep_to_the_grammar(loaded, options):
     grammar = G.regex("[a-z]{3,9}(, [a-z]{3,9}){1,3}")
-    for text in texts(loaded, generate(loaded, grammar=grammar, **options)):
+    output = generate(loaded, PROMPTS[:2], grammar=grammar, **options)
+    for text in texts(loaded, output, PROMPTS[:2]):
         assert re.fullmatch("[a-z]{3,9}(, [a-z]{3,9}){1,3}", text)
 
 
@@ -715,9 +715,9 @@ def test_wrong_arguments(loaded):
 
 @pytest.mark.parametrize("schema", [Pair, Pair.model_json_schema(), G.json(Pair).to_dict()])
 def test_a_schema_is_its_grammar(loaded, schema):
-    expected = plainly((G.json(Pair),) * 4, PROMPTS, max_new_tokens=24)
+    expected = plainly((G.json(Pair),) * 4, PROMPTS, max_new_tokens=12)
     for grammar in (schema, [schema] * 4):
-        assert torch.equal(generate(loaded, grammar=grammar, max_new_tokens=24), expected)
+        assert torch.equal(generate(loaded, grammar=grammar, max_new_tokens=12), expected)
 
 
 def test_what_no_grammar_can_be_made_of():
@@ -746,8 +746,8 @@ def test_without_the_library(loaded, monkeypatch):
 
 
 def test_a_config_keeps_its_grammar(loaded, tmp_path):
-    config = hfgen.GenerationConfig(grammar=PERSONS, max_new_tokens=60)
-    expected = generate(loaded, PROMPTS[:1], grammar=PERSONS, max_new_tokens=60)
+    config = hfgen.GenerationConfig(grammar=PERSONS, max_new_tokens=20)
+    expected = generate(loaded, PROMPTS[:1], grammar=PERSONS, max_new_tokens=20)
     assert torch.equal(generate_with(loaded, config), expected)
     config.save_pretrained(tmp_path)
     again = hfgen.GenerationConfig.from_pretrained(tmp_path)
