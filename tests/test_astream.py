@@ -217,7 +217,7 @@ def test_async_endings_free_the_memory(llama: Any, end: Any, n_threads: int) -> 
 
 def test_the_memory_of_a_closed_async_stream_is_free_on_return(llama: Any, n_threads: int) -> None:
     async def main() -> None:
-        for _ in range(20):
+        for _ in range(5):
             async with llama.astream(tiny.prompt(1), max_new_tokens=100) as stream:
                 await anext(stream)
             assert caches.n_alive == 0
@@ -228,7 +228,7 @@ def test_the_memory_of_a_closed_async_stream_is_free_on_return(llama: Any, n_thr
 
 def test_abandoned_async_streams_leave_nothing(llama: Any, n_threads: int) -> None:
     async def main() -> None:
-        for _ in range(200):
+        for _ in range(50):
             await abandon(llama.astream(tiny.prompt(1, 3), max_new_tokens=50))
             llama.astream(tiny.prompt(1, 3))
 
@@ -240,7 +240,7 @@ def test_abandoned_async_streams_leave_nothing(llama: Any, n_threads: int) -> No
 
 def test_the_thread_has_ended_when_the_stream_has(llama: Any) -> None:
     async def main() -> None:
-        for _ in range(20):
+        for _ in range(10):
             await collect(llama.astream(tiny.prompt(1, 3), max_new_tokens=2))
             assert "hfgen-astream_0" not in {thread.name for thread in threading.enumerate()}
 
