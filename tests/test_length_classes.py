@@ -64,12 +64,12 @@ def best_saving(classes: Classes, rows: JoinedRows) -> float:
 def test_padding_stays_below_the_bound_where_that_pays(seed: int) -> None:
     model = hfgen.mix_into(tiny.llama())
     chance = random.Random(seed)
-    engine = Engine(model, max_rows=14)
+    engine = Engine(model, max_rows=10)
     asked = []
-    for number in range(22):
+    for number in range(16):
         n_tokens = chance.choice([chance.randint(2, 12), chance.randint(2, 180)])
         options = chance.choice(WAYS) | {
-            "max_new_tokens": chance.randint(1, 40),
+            "max_new_tokens": chance.randint(1, 24),
             "eos_token_id": None,
         }
         ids = prompt(n_tokens, number)
@@ -130,7 +130,7 @@ def test_a_split_that_does_not_pay_is_left_out() -> None:
 
 def test_batches_become_one_again_and_stay_it() -> None:
     model = hfgen.mix_into(tiny.llama())
-    lengths, new = [5] * 6 + [160, 150], [70] * 6 + [20, 70]
+    lengths, new = [5] * 6 + [160, 150], [40] * 6 + [12, 40]
     counts = decode_apart(model, lengths, new)
     changes = sum(before != after for before, after in pairwise(counts))
     assert counts[1] == 2

@@ -706,7 +706,7 @@ def test_threads_that_patch_at_once() -> None:
     def enter(_: int) -> bool:
         together.wait(60)
         complete = True
-        for _ in range(200):
+        for _ in range(50):
             with hfgen.patched():
                 complete &= attributes() == during
         return complete
@@ -1043,7 +1043,7 @@ def test_generate_may_be_compiled(way: str, model: Any, expected: Tensor) -> Non
         assert torch.equal(compiled(IDS, max_new_tokens=6), expected)
         assert not graphs
         model.forward = torch.compile(model.forward, backend=backend)
-        assert torch.equal(compiled(IDS, max_new_tokens=6), expected)
+        assert torch.equal(compiled(IDS, max_new_tokens=1), expected[:, :5])
         assert graphs
 
 

@@ -211,7 +211,7 @@ class Leaving(LlamaForCausalLM):
 
 
 def test_compiled_models_and_models_with_hooks() -> None:
-    inputs, options = padded(), {"max_new_tokens": 2, "prompt_logprobs": 1}
+    inputs, options = padded(), {"max_new_tokens": 1, "prompt_logprobs": 1}
     expected = decode(hfgen.mix_into(tiny.llama()), inputs, **options).prompt_logprobs
     compiled, hooked = (hfgen.mix_into(tiny.llama()) for _ in range(2))
     compiled.compile(backend="eager")

@@ -508,13 +508,13 @@ def n_tensors() -> int:
 
 
 @freed_at_once
-def test_a_thousand_abandoned_streams_leave_nothing(llama: Any) -> None:
+def test_abandoned_streams_leave_nothing(llama: Any) -> None:
     ids = tiny.prompt(1, 3)
     n_before, threads = n_tensors(), threading.active_count()
     with Caches(llama) as caches:
-        for _ in range(1000):
+        for _ in range(100):
             next(llama.stream(ids, max_new_tokens=50))
-        assert len(caches.references) == 1000
+        assert len(caches.references) == 100
         assert caches.n_alive == 0
     assert n_tensors() == n_before
     assert threading.active_count() == threads

@@ -31,7 +31,7 @@ def whole(tokenizer: Any, ids: list[int], skip: bool) -> str:
 
 
 @EVERY
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_equals_the_text_of_all_tokens(name: str, data: st.DataObject) -> None:
     tokenizer, ids, skip = ALL[name](), data.draw(spelled(name)), data.draw(KEEPS)
@@ -45,7 +45,7 @@ def test_equals_the_text_of_all_tokens(name: str, data: st.DataObject) -> None:
 
 
 @EVERY
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_prompt_and_answer_are_the_text_that_stands_there(name: str, data: st.DataObject) -> None:
     tokenizer, skip = ALL[name](), data.draw(KEEPS)
@@ -119,7 +119,7 @@ COSTS = [
 @pytest.mark.parametrize(("name", "kind"), COSTS)
 def test_the_cost_of_a_token_is_flat(name: str, kind: str) -> None:
     tokenizer = Counting(ALL[name]())
-    n = 1000
+    n = 300
     if kind == "text":
         ids = (tokenizer.encode(" ".join(TEXTS * 10), add_special_tokens=False) * 10)[:n]
     elif kind == "special":

@@ -225,7 +225,7 @@ def test_two_threads_prepare_exact_models_at_once(monkeypatch: pytest.MonkeyPatc
     def begins_second(model: Any) -> None:
         if not second:
             second.append(threads.submit(hfgen.exact, models[1]))
-            wait(second, timeout=3)
+            wait(second, timeout=1)
         run_model(model)
 
     monkeypatch.setattr(switch.trial, "run_model", begins_second)
