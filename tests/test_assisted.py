@@ -40,7 +40,6 @@ from hfgen.decoding.drafters.schedule import (
 )
 from hfgen.decoding.strategies.verification import (
     DraftColumn,
-    GreedyMatch,
     SpeculativeSampling,
     exponential_noise,
     gumbel_choice,
@@ -100,12 +99,12 @@ class Script:
 # ---------------------------------------------------------------- rows
 
 
-def swept(**kwargs: Any) -> tuple[Counter[str], Counter[str]]:
-    """How many random cases of each drafter were compared, and how many not, for each reason."""
+def sweep(seed: int, count: int, mode: str) -> None:
+    """Random cases of all drafters, of which most are compared."""
     checked: Counter[str] = Counter()
     left_out: Counter[str] = Counter()
     failed = []
-    for speculated in speculation.draw(**kwargs):
+    for speculated in speculation.draw(seed, count, mode=mode):
         differences = speculation.check(speculated)
         if isinstance(differences, str):
             left_out[differences] += 1
@@ -113,16 +112,16 @@ def swept(**kwargs: Any) -> tuple[Counter[str], Counter[str]]:
         checked[speculated.drafter] += 1
         failed += [f"{speculated}: {differences}"] if differences else []
     assert not failed, "\n".join(failed)
-    return checked, left_out
+    assert len(checked) > 1
+    assert checked.total() > 0.3 * count, left_out
+    assert left_out["the plain call raises"] <= 1
 
 
 @since_5_21
-def test_speculation_is_plain_decoding_row_for_row() -> None:
+@pytest.mark.parametrize("seed", range(10))
+def test_speculation_is_plain_decoding_row_for_row(seed: int) -> None:
     """All drafters on random families, batches and options; more with ``tests.parity.speculation``."""
-    checked, left_out = swept(seed=11, count=160)
-    assert min(checked[name] for name in speculation.DRAFTERS) >= 8
-    assert checked.total() >= 0.6 * 160, left_out
-    assert left_out["the plain call raises"] <= 1
+    sweep(seed, 16, GREEDY)
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-5, 1e-2])
@@ -212,11 +211,9 @@ def test_tokens_behind_change_what_minimax_says_of_a_padded_prompt(padded: bool)
 
 
 @since_5_21
-def test_a_seed_fixes_samples_of_all_families() -> None:
-    checked, left_out = swept(seed=5, count=70, mode=SAMPLE)
-    assert min(checked[name] for name in speculation.DRAFTERS) >= 4
-    assert checked.total() >= 0.6 * 70, left_out
-    assert left_out["the plain call raises"] <= 1
+@pytest.mark.parametrize("seed", range(8))
+def test_a_seed_fixes_samples_of_all_families(seed: int) -> None:
+    sweep(seed, 9, SAMPLE)
 
 
 @pytest.mark.parametrize(
@@ -450,9 +447,9 @@ def test_fields_that_need_a_tokenizer_with_an_assistant(field: str, drafting: st
     draft: dict[str, Any] = {"assistant_early_exit": 1}
     if drafting == "assistant":
         draft = {"assistant_model": hfgen.builtin_model(draft=True)[0]}
-    call = {"tokenizer": tokenizer, "max_new_tokens": 16, "thinking_start": "def"}
+    call = {"tokenizer": tokenizer, "max_new_tokens": 12, "thinking_start": "def"}
     call |= {"thinking_end": "\n"} if field == "thinking_token_budget" else {}
-    for value in (ON_TEXT[field], [None, ON_TEXT[field]], [ON_TEXT[field], None]):
+    for value in (ON_TEXT[field], [None, ON_TEXT[field]]):
         plain = model.generate(**inputs, **call, **{field: value})
         assert torch.equal(model.generate(**inputs, **call, **draft, **{field: value}), plain)
 
@@ -625,20 +622,11 @@ def test_sequences_of_a_batch_are_distributed_as_plain_samples(
     assert distance < 1.3 * float((plain - expected).abs().sum() / 2)
 
 
-def test_greedy_ensemble_mixes_both_models() -> None:
-    scores = torch.tensor([[2.0, 1.9, 0.0]])
-    guess = DraftColumn(torch.tensor([1]), torch.tensor([True]), torch.tensor([[0.0, 3.0, 0.0]]))
-    assert GreedyMatch().choose(0, scores, guess)[0].tolist() == [0]
-    tokens, is_accepted = GreedyMatch(0.5).choose(0, scores, guess)
-    assert tokens.tolist() == [1]
-    assert is_accepted.tolist() == [True]
-
-
 def test_a_greedy_ensemble_of_one_row_is_upstreams() -> None:
     """Tokens depend on where drafts end: what was not drafted for is the target's choice alone."""
     theirs, mine = tiny.llama(), hfgen.mix_into(tiny.llama())
     kwargs: dict[str, Any] = {"max_new_tokens": 14, "assistant_ensemble_weight": 0.1}
-    for seed in range(8):
+    for seed in range(4):
         helper = noisy(theirs, 0.3)
         torch.manual_seed(seed)
         ids = torch.randint(5, 97, (1, 8))
@@ -697,11 +685,11 @@ def test_a_seed_fixes_the_samples(model: Any, assistant: Any, drafting: str, row
     }
     drawn, delays = set(), random.Random(0)
     with model.model.register_forward_hook(lambda *_: time.sleep(delays.choice((0.0, 0.004)))):
-        for _ in range(5):
+        for _ in range(3):
             torch.manual_seed(3)
             tokens = model.generate(
                 IDS[:rows], attention_mask=MASK[:rows], do_sample=True, temperature=0.7,
-                max_new_tokens=24, eos_token_id=None, **kwargs[drafting](),
+                max_new_tokens=16, eos_token_id=None, **kwargs[drafting](),
             )  # fmt: skip
             drawn.add(str(tokens.tolist()))
     assert len(drawn) == 1
@@ -808,8 +796,8 @@ def test_drafts_change_tokens_in_bfloat16_only_where_two_are_equally_likely(
     """A forward of several tokens rounds differently; docs/speculation.md says so."""
     model = hfgen.mix_into(tiny.llama()).to(torch.bfloat16)
     call: dict[str, Any] = {"do_sample": False, "max_new_tokens": 160, "eos_token_id": None}
-    for ids in tiny.prompt(8).split(1):
-        plain, drafted = (model.generate(ids, **call, **more)[0] for more in ({}, options))
+    both = [model.generate(tiny.prompt(8), **call, **more) for more in ({}, options)]
+    for plain, drafted in zip(*both, strict=True):
         if (differs := plain != drafted).any():
             at = int(differs.nonzero()[0])
             with torch.no_grad():
