@@ -100,9 +100,9 @@ def test_each_kind(loaded, grammar, is_right, do_sample):
 
 def test_any_object(loaded):
     grammar = G.json_object(whitespace=False)
-    found = generate(loaded, grammar=grammar, do_sample=True, max_new_tokens=150, top_k=5)
+    found = generate(loaded, grammar=grammar, do_sample=True, max_new_tokens=100, top_k=5)
     tokens = found.tolist()
-    ended = [row for row in tokens if loaded[1].eos_token_id in row[-150:]]
+    ended = [row for row in tokens if loaded[1].eos_token_id in row[-100:]]
     assert ended
     for row in ended:
         text = loaded[1].decode(row, skip_special_tokens=True)
@@ -111,10 +111,10 @@ def test_any_object(loaded):
 
 
 def test_random_schemas_are_kept():
-    outcomes = sweep.run(seed=7, count=2 * sweep.ROWS, max_new_tokens=120)
+    outcomes = sweep.run(seed=7, count=sweep.ROWS, max_new_tokens=120)
     assert [outcome for outcome in outcomes if outcome.is_wrong] == []
     n_valid = sum(outcome.what == "valid" for outcome in outcomes)
-    assert n_valid >= 8
+    assert n_valid >= 4
     assert any('"' in outcome.text for outcome in outcomes)
 
 
@@ -130,10 +130,10 @@ def test_the_judge_of_schemas_tells_right_from_wrong():
 
 def test_a_row_is_its_own_call(loaded):
     grammars = [PERSONS, None, G.choice(["yes", "no"]), G.regex(r"\d+\.\d\d")]
-    output = generate(loaded, grammar=grammars, max_new_tokens=40)
+    output = generate(loaded, grammar=grammars, max_new_tokens=24)
     for row, (prompt, grammar) in enumerate(zip(PROMPTS, grammars, strict=True)):
-        alone = generate(loaded, [prompt], grammar=grammar, max_new_tokens=40)[0]
-        own = output[row, output.shape[1] - 40 :][: len(alone)]
+        alone = generate(loaded, [prompt], grammar=grammar, max_new_tokens=24)[0]
+        own = output[row, output.shape[1] - 24 :][: len(alone)]
         n_prompt = len(loaded[1](prompt).input_ids)
         alone = alone[n_prompt:].tolist()
         assert own[: len(alone)].tolist() == alone
@@ -291,17 +291,17 @@ def test_drafts_change_no_token(loaded, name):
     grammars = (PERSONS, G.json(KEYS), None, G.regex("(ab){6,20}c"))
     for rows in (slice(4), slice(1)):
         given, prompts = grammars[rows], PROMPTS[rows]
-        drafted = generate(loaded, prompts, grammar=[*given], max_new_tokens=48, **DRAFTING[name]())
-        assert torch.equal(drafted, plainly(given, prompts, max_new_tokens=48))
+        drafted = generate(loaded, prompts, grammar=[*given], max_new_tokens=32, **DRAFTING[name]())
+        assert torch.equal(drafted, plainly(given, prompts, max_new_tokens=32))
 
 
 @pytest.mark.parametrize("name", DRAFTING)
 def test_drafted_samples_are_in_the_grammar(loaded, name):
     options = {"do_sample": True, "temperature": 2.0, "grammar": PERSONS, **DRAFTING[name]()}
     assert_persons(texts(loaded, generate(loaded, PROMPTS[:1], **options), PROMPTS[:1]))
-    drafted = generate(loaded, **options, seed=3)
-    assert_persons(texts(loaded, drafted))
-    plain = plainly((PERSONS,) * 4, PROMPTS, do_sample=True, temperature=2.0, seed=3)
+    drafted = generate(loaded, PROMPTS[:2], **options, seed=3)
+    assert_persons(texts(loaded, drafted, PROMPTS[:2]))
+    plain = plainly((PERSONS,) * 2, PROMPTS[:2], do_sample=True, temperature=2.0, seed=3)
     assert torch.equal(drafted, plain)
 
 

@@ -38,7 +38,7 @@ IN_EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.mark.parametrize("name", ["builtin", "byte_level", "byte_fallback", "metaspace"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_strings_end_the_rows_that_they_end_upstream(name: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]()
