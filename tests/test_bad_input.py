@@ -370,6 +370,7 @@ def _prompts() -> list[tuple[Callable[[], Any], type[Exception], dict[str, Any],
         *((m, RuntimeError, {"inputs_embeds": torch.rand(2, 7, 32), "guidance_scale": 2.0}, "`guidance_scale` needs `negative_prompt_ids` or `input_ids`") for m in decoders),
         *((m, IndexError, {"input_ids": IDS, "decoder_input_ids": outside}, "`decoder_input_ids[1, 3]` is 97") for m in (tiny.t5, tiny.bart)),
         *((m, RuntimeError, {"input_ids": IDS, "decoder_input_ids": tiny.prompt(3, 4)}, "`decoder_input_ids` has to hold 2 rows of tokens") for m in (tiny.t5, tiny.bart)),
+        *((m, ValueError, {"input_ids": IDS, "decoder_start_token_id": [7, 8, 9]}, "one id or 2, one per row, but has 3") for m in (tiny.t5, tiny.bart)),
     ]  # fmt: skip
 
 

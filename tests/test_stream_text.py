@@ -95,7 +95,7 @@ def check_texts(model: Any, tokenizer: Any, rows: int = 3, seed: int = 1, **opti
 
 @pytest.mark.parametrize("mode", MODES)
 def test_texts_and_reasons_are_those_of_generate(speaker: Any, bytes_of: Any, mode: str) -> None:
-    options = {"max_new_tokens": 40, **MODES[mode]}
+    options = {"max_new_tokens": 20, **MODES[mode]}
     options.pop("return_dict_in_generate", None)
     for eos in ([0, *range(40, 50)], [0]):
         check_texts(speaker, bytes_of, eos_token_id=eos, **options)
@@ -225,16 +225,17 @@ def test_a_processor_stands_for_its_tokenizer(
     assert session.text == ["ab"]
 
 
-def test_random_stops(speaker: Any, bytes_of: Any) -> None:
-    rng, modes = random.Random(0), [mode for mode in MODES if mode != "outputs"]
+@pytest.mark.parametrize("seed", range(8))
+def test_random_stops(speaker: Any, bytes_of: Any, seed: int) -> None:
+    rng, modes = random.Random(seed), [mode for mode in MODES if mode != "outputs"]
 
     def some(n: int) -> str:
         return "".join(rng.choices("ab\n é🙂.", k=n))
 
     n_stopped = 0
-    for _ in range(40):
+    for _ in range(5):
         options: dict[str, Any] = {
-            "max_new_tokens": rng.choice([5, 12, 50]),
+            "max_new_tokens": rng.choice([5, 12, 30]),
             "stop_strings": [some(rng.randint(1, 4)) for _ in range(3)],
             "stop_regex": rng.choice([None, None, *STOPS]),
             "include_stop_str_in_output": rng.random() < 0.3,
@@ -245,7 +246,7 @@ def test_random_stops(speaker: Any, bytes_of: Any) -> None:
         }
         output = check_texts(speaker, bytes_of, **options)
         n_stopped += output.finish_reasons.count("stop")
-    assert n_stopped > 40
+    assert n_stopped > 2
 
 
 @pytest.mark.parametrize("kind", tokenizers_of_all_kinds.ALL)
@@ -254,7 +255,7 @@ def test_tokenizers_of_all_kinds(kind: str) -> None:
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model = hfgen.mix_into(tiny.llama(vocab_size=max(len(tokenizer), tiny.VOCAB), **special))
     texts = tokenizers_of_all_kinds.TEXTS
-    for _ in range(6):
+    for _ in range(3):
         said = [tokenizer(rng.choice(texts), add_special_tokens=False).input_ids[:30]]
         said += [[rng.randrange(3, len(tokenizer)) for _ in range(12)] for _ in "ab"]
         text = tokenizer.decode(rng.choice(said)) or "a"
