@@ -494,7 +494,7 @@ def test_sigterm_ends_what_is_open_within_the_grace(tmp_path: Path) -> None:
             start = time.monotonic()
             served.process.send_signal(signal.SIGTERM)
             rest = [line for line in stream.iter_lines() if line]
-        answer = half.recv(4096)
+        answer = b"".join(iter(lambda: half.recv(4096), b""))
         served.process.wait(timeout=20)
         assert time.monotonic() - start < 2
         assert "closed" in json.loads(rest[-1][6:])["error"]["message"], rest[-3:]
