@@ -58,6 +58,27 @@ def check(processors: Any, ids: list[list[int]], scores: Any, expected: Any) -> 
     torch.testing.assert_close(given, before, equal_nan=True, msg="the given scores were changed")
 
 
+# Warpers
+
+
+@pytest.mark.parametrize(
+    "option", ["top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"]
+)
+@pytest.mark.parametrize(("eos", "n_kept"), [(None, 2), ([0], 2), ([0, 1], 3)])
+def test_beams_keep_one_token_more_than_there_are_eos_ids(
+    option: str, eos: list[int] | None, n_kept: int
+) -> None:
+    value = {"top_k": 1, "min_p": 1.0, "epsilon_cutoff": 0.9, "eta_cutoff": 0.9}.get(option, 0.1)
+    config = {"do_sample": True, "top_k": 0, "num_beams": 2, "eos": eos, option: value}
+    scores = torch.tensor([[0.9, 0.06, 0.03, 0.01]]).log()
+    kept = build(config)(torch.zeros(1, 1, dtype=torch.long), scores).isfinite()
+    assert int(kept.sum()) == n_kept
+
+
+def test_warpers_are_for_sampling_only() -> None:
+    assert build({"do_sample": False, "top_k": 5}) == []
+
+
 # Repetition
 
 
