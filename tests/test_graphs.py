@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hfgen
 from hfgen.decoding.strategies.sample import Sample
+from hfgen.memory.caches import static_layers
 from hfgen.running import ahead, graphs
 from tests import tiny
 from tests.drafting_models import whisper
@@ -202,7 +203,7 @@ def test_verification_and_drafts_are_recorded(
     kwargs |= {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
     for _ in range(2):
         before = Recorder.count
-        accelerator = both(model, device_model, ids, max_new_tokens=20, **kwargs)
+        accelerator = both(model, device_model, ids, max_new_tokens=14, **kwargs)
     # The view of the first layers is made for a call, and so is its cache.
     assert Recorder.count - before == (mode == "early exit")
     events = accelerator.events
@@ -215,16 +216,17 @@ def test_verification_and_drafts_are_recorded(
 
 
 def test_a_graph_for_each_number_of_rows_and_visible_length(
-    model: nn.Module, device_model: nn.Module
+    model: nn.Module, device_model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both(model, device_model, prompt(2), max_new_tokens=150)
-    # 64, 128 and 160 of the 157 tokens are visible: two sizes for each doubling.
+    monkeypatch.setattr(static_layers, "GRAIN", 8)
+    both(model, device_model, prompt(2), max_new_tokens=18)
+    # 8, 16 and 24 of the 24 tokens are visible: two sizes for each doubling.
     assert Recorder.count == 3
-    both(model, device_model, prompt(1), max_new_tokens=10)
-    assert Recorder.count == 4
-    both(model, device_model, prompt(2), max_new_tokens=100)
-    both(model, device_model, prompt(1), max_new_tokens=20)
-    assert Recorder.count == 4
+    both(model, device_model, prompt(1), max_new_tokens=8)
+    assert Recorder.count == 5
+    both(model, device_model, prompt(2), max_new_tokens=14)
+    both(model, device_model, prompt(1), max_new_tokens=9)
+    assert Recorder.count == 5
 
 
 def test_graphs_go_with_the_memory_of_the_cache(model: nn.Module, device_model: nn.Module) -> None:

@@ -33,6 +33,7 @@ from hfgen.memory.caches.quantized import (
 from hfgen.settings.cache_settings import Settings
 from hfgen.settings.logs import logger
 from hfgen.tools.evaluate.live_bytes import LiveBytes
+from scripts import train_builtin_model as training
 from tests import tiny
 from tests.parity.decoder_families import Build
 from tests.parity.family import seeded, sharpen
@@ -751,14 +752,13 @@ def test_states_read_before_anything_is_cached() -> None:
 
 
 def test_the_benchmark_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = ("full precision", "int8", "int2")
-    settings = {name: benchmark.SETTINGS[name] for name in chosen}
+    settings = {"full precision": None, "int8": Settings(8, 16, 8), "int2": Settings(2, 16, 8)}
     monkeypatch.setattr(benchmark, "SETTINGS", settings)
     monkeypatch.setattr(benchmark, "TARGET_CONTEXT", 200)
     monkeypatch.setattr(
         benchmark, "held_out_rows", lambda rows, length: tiny.prompt(rows, length) + 100
     )
-    full, int8, int2 = benchmark.measure_quality(1, 130)
+    full, int8, int2 = benchmark.measure_quality(1, 48)
     assert full.in_one_go == pytest.approx(full.token_by_token, rel=1e-4)
     assert full.bytes_per_token == 8 * 2 * 2 * 64 * 4  # layers, keys and values, heads, size
     assert int2.bytes_per_token < int8.bytes_per_token < full.bytes_per_token
@@ -770,7 +770,7 @@ def test_the_benchmark_measures_and_writes(tmp_path: Path, monkeypatch: pytest.M
     assert [cost.name for cost in quantized] == ["int8", "int4", "int2"]
     assert all(cost.n_bytes < cost.peak < upstream.peak for cost in quantized)
     assert all(len(cost.seconds) == 2 for cost in costs.costs)
-    text = benchmark.write([full, int8, int2], [costs], benchmark.machine(), (1, 130), tmp_path)
+    text = benchmark.write([full, int8, int2], [costs], benchmark.machine(), (1, 48), tmp_path)
     assert "int8, perplexity" in text
     assert "of the speed of upstream's dynamic cache" in text
     names = {f"quantized_cache.{kind}" for kind in ("md", "json", "png")}
@@ -791,7 +791,11 @@ def test_memory_is_not_used_again_where_torch_does_not_count_users(
     assert kept is not scratch.buffer
 
 
-def test_quality_is_measured_on_rows_of_held_out_text() -> None:
+def test_quality_is_measured_on_rows_of_held_out_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = training.library_files()
+    held_out = {name: path for name, path in files.items() if training.is_held_out(name)}
+    monkeypatch.setattr(training, "library_files", lambda: held_out)  # read no others
     rows = benchmark.held_out_rows(16, 1024)
     assert rows.shape == (16, 1024)
-    assert "import" in hfgen.builtin_model()[1].decode(rows.flatten())
+    text = "".join(training.END + path.read_text(encoding="utf-8") for path in held_out.values())
+    assert all(row in text for row in hfgen.builtin_model()[1].batch_decode(rows))
