@@ -21,7 +21,7 @@ from tests import tiny
 
 N_NEW = 12
 #: After how many new tokens each rank's rows end, where they do by themselves.
-ENDS = (3, 9)
+ENDS = (2, 6)
 
 #: Each mode of the table with what matters for ranks: caches, drafts, rows that leave, noise.
 MODES: dict[str, dict[str, Any]] = {
@@ -125,7 +125,7 @@ def fsdp(rank: int) -> dict[str, Any]:
     ids, mask = prompt(0), torch.ones_like(prompt(0))
     mask[0] = rank
     lookup = {"attention_mask": mask, "prompt_lookup_num_tokens": 3}
-    results["a masked row"] = attempted(lambda: generated(model, ids, 9, "greedy", **lookup))
+    results["a masked row"] = attempted(lambda: generated(model, ids, 6, "greedy", **lookup))
     for rest in RESTS:
         of_parts = sharded(rest)
         for mode in ("greedy", "dola"):
@@ -222,16 +222,16 @@ def tensor_parallel(rank: int, folder: str, undivided: str) -> dict[str, Any]:
         "parts": model.model.layers[0].mlp.up_proj.weight.to_local().shape[0]
     }
     for mode in MODES:
-        results[mode] = attempted(lambda m=mode: generated(model, ids, 9, m))
+        results[mode] = attempted(lambda m=mode: generated(model, ids, 6, m))
     prefixes = hfgen.PrefixCache()
     for _ in range(2):
-        results["prefix cache"] = generated(model, ids, 9, "greedy", prefix_cache=prefixes)
+        results["prefix cache"] = generated(model, ids, 6, "greedy", prefix_cache=prefixes)
     results["prefix hits"] = prefixes.stats.hits
     results["engine"] = attempted(
         lambda: [
             one.token_ids
             for one in hfgen.generate_many(
-                model, [row.tolist() for row in ids], max_new_tokens=9, eos_token_id=None
+                model, [row.tolist() for row in ids], max_new_tokens=6, eos_token_id=None
             )
         ]
     )

@@ -31,11 +31,11 @@ TEXTS = (
     "def fib(n):\n    if n <",
 )
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"max_new_tokens": 20},
-    "beams": {"max_new_tokens": 12, "num_beams": 3},
-    "sampled": {"max_new_tokens": 30, "do_sample": True, "seed": 3, "temperature": 0.8},
+    "greedy": {"max_new_tokens": 14},
+    "beams": {"max_new_tokens": 8, "num_beams": 3},
+    "sampled": {"max_new_tokens": 18, "do_sample": True, "seed": 3, "temperature": 0.8},
     "several": {"max_new_tokens": 9, "do_sample": True, "seed": 5, "num_return_sequences": 2},
-    "penalised": {"max_new_tokens": 25, "repetition_penalty": 1.3, "stop_strings": ["\n"]},
+    "penalised": {"max_new_tokens": 16, "repetition_penalty": 1.3, "stop_strings": ["\n"]},
     "drafted": {"max_new_tokens": 15, "prompt_lookup_num_tokens": 3},
     "diverse": {
         "max_new_tokens": 8,
@@ -161,7 +161,7 @@ def test_requests_of_all_ways_equal_their_own_calls(
 ) -> None:
     model, tokenizer = builtin
     engine = Engine(model, tokenizer, max_rows=max_rows, prefill_tokens=prefill_tokens)
-    asked = [(text, way) for i, text in enumerate(TEXTS) for way in list(WAYS)[i % 2 :: 2]]
+    asked = [(text, way) for i, text in enumerate(TEXTS[:3]) for way in list(WAYS)[i % 2 :: 2]]
     requests = [engine.add(text, **WAYS[way]) for text, way in asked]
     events: dict[Any, list[Any]] = {}
     for event in engine.events():

@@ -512,7 +512,7 @@ def test_the_second_call_compiles_nothing(model, fine_grain):
     expected = greedy(model, tiny.prompt(4, 20), 12)
     assert torch.equal(greedy(model, tiny.prompt(4, 20), 12, **options), expected)
     assert counting.graphs == 1
-    for rows, length, n in ((4, 20, 12), (3, 5, 9), (1, 7, 12), (2, 40, 60), (6, 3, 100)):
+    for rows, length, n in ((3, 5, 9), (1, 7, 12), (2, 40, 20), (6, 3, 40)):
         ids = tiny.prompt(rows, length)
         assert torch.equal(greedy(model, ids, n, **options), greedy(model, ids, n))
     beams = {"num_beams": 3, "num_return_sequences": 2}
@@ -526,7 +526,7 @@ def test_the_second_call_compiles_nothing(model, fine_grain):
 def test_a_single_row_is_one_graph(model, fine_grain):
     counting = Counting()
     options = STATIC | {"compile_config": counting.config()}
-    for length, n in ((20, 12), (5, 30), (50, 60)):
+    for length, n in ((20, 12), (5, 20), (50, 20)):
         ids = tiny.prompt(1, length)
         assert torch.equal(greedy(model, ids, n, **options), greedy(model, ids, n))
     assert counting.graphs == 1
@@ -576,10 +576,10 @@ def test_a_copy_of_a_compiled_model_runs_itself(model, copied):
 @models_compile
 def test_a_forward_that_the_caller_compiled(model, fine_grain):
     counting = Counting()
-    expected = greedy(model, tiny.prompt(2), 20)
+    expected = greedy(model, tiny.prompt(2))
     model.forward = torch.compile(model.forward, backend=counting.config().backend)
-    assert torch.equal(greedy(model, tiny.prompt(2), 20, **STATIC), expected)
-    assert torch.equal(greedy(model, tiny.prompt(2), 20, **STATIC), expected)
+    assert torch.equal(greedy(model, tiny.prompt(2), **STATIC), expected)
+    assert torch.equal(greedy(model, tiny.prompt(2), **STATIC), expected)
     assert 0 < counting.graphs < 8
 
 
