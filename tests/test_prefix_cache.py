@@ -144,7 +144,6 @@ MODES: dict[str, dict[str, Any]] = {
 def test_every_mode_decodes_as_without(mode: str) -> None:
     model, prefixes = llama(), hfgen.PrefixCache()
     call = GREEDY | MODES[mode]
-    n_rows = call.get("num_return_sequences", 1) if "num_beams" not in call else 1
     rows = tokens(12), tokens(9, seed=1)
     assert check_same(model, prefixes, **batch(*rows), **call) == 0
     longer = (
@@ -154,7 +153,6 @@ def test_every_mode_decodes_as_without(mode: str) -> None:
     assert check_same(model, prefixes, **batch(*longer), **call) >= 16
     assert check_same(model, prefixes, **batch(longer[1], tokens(7, seed=4)), **call) >= 2
     assert not prefixes.stats.bypassed
-    assert n_rows >= 1
 
 
 @pytest.mark.parametrize("assistant", ["model", "early exit"])
