@@ -79,7 +79,7 @@ def ended_once(marker: Path, at: int, end: Any) -> Any:
 def test_a_failed_job_and_a_killed_actor_lose_and_repeat_no_row(
     tmp_path: Path, expected: dict[int, str]
 ):
-    """The job fails at its last row; when it is resumed, its actor is killed in what is left."""
+    """The job fails at its last row, at which the actor is killed when the job is resumed."""
     source, target, checkpoint = (tmp_path / name for name in ("in", "out", "checkpoint"))
     source.mkdir()
     for first in range(0, N_ROWS, 8):
@@ -118,7 +118,7 @@ def test_a_failed_job_and_a_killed_actor_lose_and_repeat_no_row(
         with pytest.raises(Exception, match="device lost"):
             run(ended_once(tmp_path / "failed", N_ROWS - 1, fail))
         assert 0 < len(written()) < N_ROWS
-        run(ended_once(killed, N_ROWS - 2, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        run(ended_once(killed, N_ROWS - 1, lambda: os.kill(os.getpid(), signal.SIGKILL)))
     finally:
         context.checkpoint_config, context.target_max_block_size = None, size
     rows = written()

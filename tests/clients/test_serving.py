@@ -410,7 +410,8 @@ def test_the_model_stays(server: Running) -> None:
     assert choice["text"] == solo(server).texts[0]
 
 
-def test_the_hubs_client(server: Running) -> None:
+def test_the_hubs_client(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # the server is here
     client = huggingface_hub.InferenceClient(server.url)
     messages = [{"role": "user", "content": PROMPT[:-1]}]
     chunks = client.chat_completion(
