@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 COUNT ?= 2000
-# pip leaves modules to be compiled at their first import: else each worker and command compiled them anew.
+# pip does not compile what it installs (--no-compile): Python keeps the byte code of each first import.
 unexport PYTHONDONTWRITEBYTECODE
 TRANSFORMERS_oldest := 5.21.0
 TRANSFORMERS_newest := 5.24.0
@@ -45,7 +45,7 @@ test-all: $(VENV)/installed ## Run every case of every test.
 oldest: ## Run all tests, or TESTS, with the oldest transformers that passes them all.
 newest: ## Run all tests, or TESTS, with the newest transformers.
 oldest newest: %: $(VENV)-%/installed
-	@$(VENV)-$*/bin/python -m pytest --numprocesses 2 -W default $(TESTS)  # its own warnings are its own
+	@$(VENV)-$*/bin/python -m pytest --numprocesses 2 -W default $(TESTS)  # transformers' own warnings are no errors
 
 $(VENV)-oldest/installed $(VENV)-newest/installed: $(VENV)-%/installed: $(VENV)/installed
 	@echo "Making the environment in $(VENV)-$*."

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 import hfgen
 from hfgen import Constraint, DisjunctiveConstraint, PhrasalConstraint
+from hfgen.decoding.strategies.constrained_beam import allocate
 from tests import tiny
 from tests.markov import Markov
 from tests.test_bad_input import Untouched
@@ -98,6 +99,15 @@ def test_a_text_that_is_both_likely_and_forced_finishes_once():
         stopping_criteria=StoppingCriteriaList([lambda ids, scores: ids[:, -1] == 3]),
     )
     assert output.tolist() == [[1, 2, 3], [1, 3, -1]]
+
+
+def test_places_are_divided_among_banks():
+    banks, scores = [0, 0, 1, 2, 1], [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert allocate(banks, scores, 3) == [3, 2, 0]
+    assert allocate(banks, scores, 5) == [3, 2, 0, 4, 1]
+    assert allocate(banks, [-1.0, -2.0, -torch.inf, -4.0, -5.0], 5) == [3, 4, 0, 1, 2]
+    # Hundreds apart in score, which is not to outweigh a bank.
+    assert allocate([2, 1, 1], [-500.0, -1.0, -2.0], 2) == [0, 1]
 
 
 # --- constraints as objects ---------------------------------------------------------------------

@@ -16,14 +16,12 @@ from hfgen.decoding.strategies.sample import Sample
 from hfgen.families import CACHE
 from hfgen.running import ahead
 from tests import tiny
-from tests.parity.harness import FAMILIES, compare, draw_case, ours, run
+from tests.parity.harness import Case, compare, draw_case, ours, run
 from tests.parity.invariants import MANY_EOS
 from tests.simulated_accelerator import Accelerator, on_device, to_device, to_host
 
 #: Random calls of a test; more until one has been forwarded once too often.
 LEAST = 8
-#: A forward of Moshi's is a call of a second model, which warns: once more where a forward is dropped.
-NAMES = tuple(name for name in FAMILIES if name != "moshi_speech")
 
 
 @pytest.fixture
@@ -71,7 +69,7 @@ def test_random_calls_of_all_families(
     """Tokens, scores, caches, streamers, exceptions, warnings, and the state of torch's generator."""
     failed, rng, n_calls = [], random.Random(seed), 0
     while n_calls < LEAST or not late["dropped"]:
-        case = draw_case(rng, NAMES)
+        case = draw_case(rng)
         if "eos_token_id" in case.options or case.seed % 4:  # which may end it early
             case = replace(case, options={**case.options, "eos_token_id": MANY_EOS})
         monkeypatch.setattr(ahead, "ALWAYS", False)
@@ -82,6 +80,15 @@ def test_random_calls_of_all_families(
         n_calls += 1
         assert n_calls < 20 * LEAST, "no call dropped a forward"
     assert not failed, "\n".join(failed)
+
+
+def test_moshi_checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its steps draws audio, keeps it on the model, and warns: a forward that is dropped would show."""
+    options = {"repetition_penalty": 1.3, "eos_token_id": MANY_EOS, "suppress_tokens": [10, 11, 12]}
+    case = Case("moshi_speech", "sample", 3, False, 731, options | {"min_p": 0.1})
+    at_once = run(ours(case.family), case)
+    monkeypatch.setattr(ahead, "ALWAYS", True)
+    assert compare(at_once, run(ours(case.family), case), 0.0) == []
 
 
 class Streamer(list[Any]):

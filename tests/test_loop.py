@@ -78,7 +78,7 @@ def test_without_a_prefill_the_first_forward_takes_the_prompt(model: Any) -> Non
     assert calls == ["prefill", "enter", "forward", "token 0", "stop", "exit", "result"]
 
 
-def test_whoever_leaves_leaves_the_context_of_decoding(model: Any) -> None:
+def test_a_closed_stream_and_an_exception_leave_the_context_of_decoding(model: Any) -> None:
     calls: list[str] = []
     recipe = hfgen.recipe(Counting, n=9, calls=calls)
     with model.stream(tiny.prompt(1), custom_generate=recipe, max_new_tokens=9) as stream:

@@ -413,9 +413,8 @@ def test_weights_in_files_take_no_memory(tmp_path):
     printed = subprocess.check_output([sys.executable, "-c", RESIDENT, str(tmp_path)])
     held = [*map(int, printed.split())]  # of a weight that was made, and of one from a mapped file
     assert len(held) == 2
-    assert max(held) < 2**24 + 2**22, (
-        held
-    )  # the packed weight has 2**24 bytes, and the weight 2**26
+    # The packed weight has 2**24 bytes, and the weight 2**26.
+    assert max(held) < 2**24 + 2**22, held
 
 
 def test_tied_weights_lie_in_one_file(tmp_path):

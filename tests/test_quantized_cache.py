@@ -33,7 +33,8 @@ from hfgen.memory.caches.quantized import (
 from hfgen.settings.cache_settings import Settings
 from hfgen.settings.logs import logger
 from hfgen.tools.evaluate.live_bytes import LiveBytes
-from scripts import train_builtin_model as training
+from scripts import train_builtin_model
+from scripts.train_builtin_model import END, is_held_out, library_files
 from tests import tiny
 from tests.parity.decoder_families import Build
 from tests.parity.family import seeded, sharpen
@@ -792,10 +793,9 @@ def test_memory_is_not_used_again_where_torch_does_not_count_users(
 
 
 def test_quality_is_measured_on_rows_of_held_out_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = training.library_files()
-    held_out = {name: path for name, path in files.items() if training.is_held_out(name)}
-    monkeypatch.setattr(training, "library_files", lambda: held_out)  # read no others
+    held_out = {name: path for name, path in library_files().items() if is_held_out(name)}
+    monkeypatch.setattr(train_builtin_model, "library_files", lambda: held_out)  # read no others
     rows = benchmark.held_out_rows(16, 1024)
     assert rows.shape == (16, 1024)
-    text = "".join(training.END + path.read_text(encoding="utf-8") for path in held_out.values())
+    text = "".join(END + path.read_text(encoding="utf-8") for path in held_out.values())
     assert all(row in text for row in hfgen.builtin_model()[1].batch_decode(rows))

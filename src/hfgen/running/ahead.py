@@ -95,5 +95,6 @@ def _may_check_late(run: Run, strategy: Any) -> bool:
         and strategy.active is None  # rows leave before the next forward
         and len(set(getattr(run.model, "hf_device_map", {}).values())) < 2
         and not families.keeps_other_state(run.model)
+        and not hasattr(run.model, "generated_audio_codes")  # Moshi appends to them at each step
         and not has_own_hooks(run.model)
     )
