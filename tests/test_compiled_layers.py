@@ -63,7 +63,7 @@ def padded(*lengths: int) -> dict[str, Tensor]:
 def generate(model: Any, inputs: Any, **options: Any) -> Tensor:
     given = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
     torch.manual_seed(0)
-    return model.generate(**given, **({"max_new_tokens": 8, "eos_token_id": None} | options))
+    return model.generate(**given, **({"max_new_tokens": 12, "eos_token_id": None} | options))
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -147,6 +147,15 @@ def test_one_graph_is_for_all_layers(graphs, monkeypatch):
     generate(model, tiny.prompt(3, 5))
     generate(model, tiny.prompt(2, 15))
     assert graphs() == 2  # a single row has one of its own
+
+
+def test_a_single_row_in_a_static_cache_has_the_graph_that_was_prepared(monkeypatch, graphs):
+    """Another one, which a call compiled, had the sizes of that call."""
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
+    for length, n in ((9, 12), (5, 20), (30, 40)):
+        generate(model, padded(length), **MODES["lookup"], **STATIC, max_new_tokens=n)
+    assert graphs() == 2  # one new token, or more
 
 
 def test_drafts_of_any_length_are_verified_by_one_graph(compiled, graphs):

@@ -208,10 +208,7 @@ def masks_filled_static_cache(model: Any) -> bool:
 
 
 def keeps_other_state(model: Any) -> bool:
-    """Return whether states are kept besides the cache, by the model type.
-
-    RecurrentGemma's modules and Voxtral's encoder keep states of rows, GLM-Image positions of the last prefill.
-    """
+    """Whether RecurrentGemma's modules or Voxtral's encoder keep states of rows, or GLM-Image its positions."""
     return model.config.model_type in ("glm_image", "recurrent_gemma", "voxtral_realtime")
 
 

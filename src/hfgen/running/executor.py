@@ -20,6 +20,7 @@ from ..families import CACHE, parameters
 from ..memory.batch import Batch
 from ..memory.caches import layers
 from ..memory.caches.static import visible_length
+from ..memory.caches.static_layers import mark_dynamic
 from ..state.call import ModelKwargs
 from ..state.run import Run
 from . import prompts
@@ -204,9 +205,7 @@ class Compiled:
         for value in inputs.values():
             for tensor in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(tensor, torch.Tensor):
-                    for dim in DYNAMIC_DIMS.get(tensor.ndim, ()):
-                        if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
-                            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+                    mark_dynamic(tensor, *DYNAMIC_DIMS.get(tensor.ndim, ()))
         ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), ())
         # A graph for several rows takes a single one, too. An older torch compiles again.
         is_general = len(ids) > 1 and hasattr(fx_config, "backed_size_oblivious")

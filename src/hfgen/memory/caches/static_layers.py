@@ -20,6 +20,14 @@ from .pool import CROSS, FILLED, WINDOW, Lease, Place
 GRAIN = 64
 
 
+def mark_dynamic(tensor: Tensor, *dims: int) -> Tensor:
+    """Tell the compiler that these sizes may change; one row or one token is a graph of its own."""
+    for dim in dims:
+        if tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return tensor
+
+
 class VisibleLength:
     """How many cached tokens attention may see. All layers of full attention share one object."""
 
@@ -106,8 +114,7 @@ class Pooled:
             return
         for tensor in states:
             torch._dynamo.mark_static_address(tensor)
-            for dim in self._dynamic:
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+            mark_dynamic(tensor, *self._dynamic)
 
     def _length(self: Any) -> int:
         """How many tokens from the start of ``keys`` hold something."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ...families import CACHE
+from ...memory.caches.static_layers import mark_dynamic
 from . import native
 from .kernels import DTYPES
 
@@ -97,23 +98,17 @@ def stand_ins(hidden: Tensor, keys: Tensor, values: Tensor, kwargs: dict[str, An
         dims = [(dim, sizes[name]) for dim, name in named if shape[dim] == sizes[name][0]]
         for dim, (_, size) in dims:
             shape[dim] = size
-        return dynamic(value.new_zeros(shape), *(dim for dim, _ in dims))
+        return mark_dynamic(value.new_zeros(shape), *(dim for dim, _ in dims))
 
     def room(states: Tensor) -> Tensor:  # its strides are no products of sizes
         shape = (sizes["rows"][1], states.shape[1], ROOM, states.shape[3])
-        return dynamic(states.new_zeros(shape)[:, :, :SEEN], 0, 2)
-
-    def dynamic(zeros: Tensor, *dims: int) -> Tensor:
-        for dim in dims:
-            if zeros.shape[dim] > 1:
-                torch._dynamo.maybe_mark_dynamic(zeros, dim)
-        return zeros
+        return mark_dynamic(states.new_zeros(shape)[:, :, :SEEN], 0, 2)
 
     return {
         "hidden": stand_in(hidden),
         "keys": room(keys),
         "values": room(values),
-        "positions": dynamic(torch.arange(new[1], device=hidden.device), 0),
+        "positions": mark_dynamic(torch.arange(new[1], device=hidden.device), 0),
         "kwargs": {name: stand_in(value) for name, value in kwargs.items()},
     }
 
