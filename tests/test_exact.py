@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 import hfgen
 from hfgen.families import CACHE
-from hfgen.running.exact import followed, is_exact, spans, trial
+from hfgen.running.exact import followed, is_exact, spans, tiles, trial
 from hfgen.running.exact.followed import with_followed_calls
 from hfgen.tools.cli import app
 from tests import tiny
@@ -289,10 +289,38 @@ def test_positions_that_depend_on_the_longest_row_are_refused(rope: dict[str, An
 def test_an_operation_that_fails_the_probe_is_named(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spans, "TILE", 1)
+    monkeypatch.setattr(tiles, "_passed", {})
+    monkeypatch.setattr(tiles, "_passing", lambda *_: tuple(range(1, 513)))
     with pytest.raises(ValueError, match=r"Linear\(.* in float32 is not exact on this machine"):
         hfgen.exact(model)
     assert not is_exact(model)
+
+
+def added_in_orders(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product that adds from the front for 12 to 32 rows, from the back for fewer, odd columns first for more."""
+    columns = list(range(weight.shape[0]))
+    if len(rows) < 12:
+        columns.reverse()
+    elif len(rows) > 32:
+        columns.sort(key=lambda column: column % 2 == 0)
+    return sum((rows[:, [c]] * weight[c] for c in columns), torch.zeros(()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_computed_in_calls_of_sizes_that_give_the_same_bits(dtype: torch.dtype) -> None:
+    rows, weight = torch.randn(100, 64), torch.randn(64, 8)
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return added_in_orders(rows.float(), weight.float()).to(dtype)
+
+    expected = product(rows[:12].to(dtype), weight.to(dtype))
+    for n in (*range(1, 13), 33, 40, 100):
+        output = tiles.tiled(product, rows[:n].to(dtype), weight.to(dtype))
+        assert output.shape == (n, 8)
+        assert torch.equal(output[:12], expected[:n])
+    assert tiles.tiled(product, rows[:0].to(dtype), weight.to(dtype)).shape == (0, 8)
+    passed = next(sizes for kind, sizes in tiles._passed.items() if kind[0] is product)
+    assert passed == (12, 16, 20, 24, 28, 32)
 
 
 def test_the_last_block_has_as_many_keys_as_pass_for_all_heads(

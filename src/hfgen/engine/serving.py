@@ -151,11 +151,14 @@ class Service(AbstractAsyncContextManager["Service"]):
             if error is None and self._open:
                 self._hand_over(self.engine.step())
         reason = as_exception(error or self._closed_error())
-        with suppress(RuntimeError):  # the event loop is closed
-            self._send([(owner(), _End(error=reason)) for owner in self._open.values()])
-            self._loop.call_soon_threadsafe(self.ended.set)
+        waiting = [owner() for owner in self._open.values()]
         self._open, self._is_over = {}, True
-        self.engine.serve_in(None)
+        self.engine.serve_in(
+            None
+        )  # before others know that the thread has ended: they may step the engine
+        with suppress(RuntimeError):  # the event loop is closed
+            self._send([(request, _End(error=reason)) for request in waiting])
+            self._loop.call_soon_threadsafe(self.ended.set)
         self._thread.shutdown(wait=False)
 
     def _hand_over(self, events: Iterable[EngineEvent]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ... import families
-from .spans import FOLDED, KEYS, Group, Span, exact_mask, groups_of, groups_within, in_tiles
+from .spans import FOLDED, KEYS, Group, Span, exact_mask, groups_of, groups_within
+from .tiles import in_tiles
 
 #: The name of this attention in ``config._attn_implementation``.
 NAME = families.EXACT_ATTENTION

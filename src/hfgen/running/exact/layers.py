@@ -1,6 +1,6 @@
 """Layers whose rows do not depend on how many rows there are.
 
-Matrix products are computed in whole tiles. torch computes functions like ``exp`` in vectors, and the numbers that
+Matrix products are computed in whole tiles (``tiles.py``). torch computes functions like ``exp`` in vectors, and the numbers that
 are left at the end of a tensor, or of a thread's part of it, one by one, which rounds otherwise: here, the tensor is
 padded to whole vectors.
 """
@@ -28,15 +28,12 @@ from transformers import AttentionInterface
 from ...state import hooks
 from ..optimization.forward import PackedForward, own_forward
 from .attention import NAME, exact_attention
-from .spans import in_tiles
+from .tiles import LINEAR, in_tiles, tiled
 
 #: Products of activations with a weight, by the functions that models call.
-LINEAR = (F.linear, torch._C._nn.linear)
 ADDMM = (torch.addmm, Tensor.addmm)
 MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 BMM = (torch.bmm, Tensor.bmm)
-#: torch gives smaller products of bfloat16, by their numbers of rows, inputs and outputs, to another kernel.
-SMALLEST = 16**3
 #: Functions of each number for which a vector and a single number are rounded differently.
 POINTWISE = (
     *(F.silu, F.gelu, F.softplus, F.mish, F.elu, F.logsigmoid, F.selu, F.celu, Tensor.__pow__),
@@ -79,25 +76,21 @@ class TiledForward:
         return type(self)(memo.get(id(self.module), self.module), packed)
 
     def __call__(self, input: Tensor) -> Tensor:
-        weight: Any = self.module.weight
-        if self.packed is not None and self.packed.kernel.is_row_wise:
-            rows = input.reshape(-1, input.shape[-1])
-            return self.product(rows, weight).reshape(*input.shape[:-1], len(weight))
-        return tiled(self.product, input, weight)
-
-    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """The layer's output for rows ``(n, in)``."""
-        if self.packed is None:
-            return own_forward(self.module)(rows)
-        if torch.is_grad_enabled():
-            if self.packed.kernel.weights is not None:
-                raise ValueError(
-                    f"exact: the kernel {self.packed.kernel.name!r} of hfgen.optimize rounds weights, so it has "
-                    "no gradients. Train the model without it, or score under torch.no_grad()."
-                )
-            output: Tensor = _PackedProduct.apply(rows, weight, self.module.bias, self.packed)
-            return output
-        return _computed(self.packed, rows)
+        module: Any = self.module
+        if (packed := self.packed) is None:
+            return tiled(F.linear, input, module.weight, module.bias)
+        own_rows = input.reshape(-1, input.shape[-1])
+        rows = own_rows if packed.kernel.is_row_wise else in_tiles(own_rows)
+        if not torch.is_grad_enabled():
+            output = _computed(packed, rows)
+        elif packed.kernel.weights is None:
+            output = _PackedProduct.apply(rows, module.weight, module.bias, packed)
+        else:
+            raise ValueError(
+                f"exact: the kernel {packed.kernel.name!r} of hfgen.optimize rounds weights, so it has no "
+                "gradients. Train the model without it, or score under torch.no_grad()."
+            )
+        return output[: len(own_rows)].reshape(*input.shape[:-1], len(module.weight))
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -147,18 +140,23 @@ def exact_call(
 ) -> Callable[[], Tensor] | None:
     """``function(*args, **kwargs)`` in whole tiles or vectors; ``None`` where neither is needed, or known."""
     if function in LINEAR:
-        return partial(tiled, partial(function, **kwargs), *args)
+        return partial(tiled, function, *args, **kwargs)
     if function in ADDMM and not kwargs and args[1].dim() == 2:
-        return partial(tiled, partial(function, args[0]), *args[1:])
-    if function in MATMUL and not kwargs and args[1].dim() == 2:
+        return partial(tiled, _addmm, args[1], args[2], args[0])
+    is_weight = len(args) > 1 and isinstance(args[1], nn.Parameter)
+    if not kwargs and (
+        (function in MATMUL and args[1].dim() == 2) or (function in BMM and is_weight)
+    ):
         return partial(tiled, function, *args)
-    if function in BMM and not kwargs and isinstance(args[1], nn.Parameter):
-        return partial(tiled_batches, function, *args)
     if function in POINTWISE:
         is_tensor = [isinstance(value, Tensor) for value in (*args, *kwargs.values())]
         if is_tensor[0] and sum(is_tensor) == 1 and args[0].dim() > 0:
             return partial(in_vectors, function, *args, **kwargs)
     return None
+
+
+def _addmm(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, rows, weight)
 
 
 def in_vectors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -170,20 +168,6 @@ def in_vectors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwa
         return function(input, *args, **kwargs)
     output = function(F.pad(input.reshape(-1), (0, missing)), *args, **kwargs)
     return output[:numbers].reshape(input.shape)
-
-
-def tiled(product: Callable[..., Tensor], input: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """``product(rows, weight, *rest)`` of the rows of ``input (…, in)``, in whole tiles."""
-    rows = input.reshape(-1, input.shape[-1])
-    least = SMALLEST // weight.numel() + 1
-    output = product(in_tiles(rows, least), weight, *rest)[: len(rows)]
-    return output.reshape(*input.shape[:-1], output.shape[-1])
-
-
-def tiled_batches(product: Callable[..., Tensor], input: Tensor, weights: Tensor) -> Tensor:
-    """``product`` of each of ``input (batches, rows, in)`` with its own of ``weights``, in whole tiles."""
-    least = SMALLEST // weights[0].numel() + 1
-    return product(in_tiles(input, least), weights)[:, : input.shape[1]].contiguous()
 
 
 def with_exact_calls(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -15,11 +15,10 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 
 from ... import families
+from .tiles import in_tiles
 
 #: Keys of a block, and queries that are computed together.
 KEYS = families.EXACT_KEYS
-#: Queries of a tile, and rows of a tile of linear layers.
-TILE = 4
 #: Up to this many queries, heads that share keys are computed as queries of one head, and all rows in one call.
 FOLDED = 8
 #: Numbers of keys that the last block may have, in order, by dtype and size of a head: those that have passed.
@@ -30,13 +29,6 @@ HIDDEN = -1e4
 _GROUPS = "hfgen_groups"
 #: The attribute of a mask that a model has made of one, with what ``groups_within`` returns.
 _WITHIN = "hfgen_groups_within"
-
-
-def in_tiles(rows: Tensor, least: int = 1) -> Tensor:
-    """``(…, rows, size)`` with zeros behind, so that the rows are whole tiles, and at least ``least``."""
-    missing = max(least - rows.shape[-2], 0)
-    missing += -(rows.shape[-2] + missing) % TILE
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 class _OfThread(threading.local):
