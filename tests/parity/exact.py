@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "exact_families
 #: What models refuse in some ways, exact or not.
 REFUSALS = (
     "keeps a state that cannot be rolled back",
-    "needs a decoder with a list of its layers",
+    "needs a list of decoder layers",
     "has a `generate` of its own",
     "It is not known how rows join and leave",
     "without a cache of a known kind",

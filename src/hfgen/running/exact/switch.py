@@ -276,7 +276,7 @@ def _probed(model: Any, shapes: set[tuple[int, int, int]]) -> tuple[Operation, .
         if operation.differs is not None:
             raise InexactError(
                 f"exact: {operation.name} of {operation.shape} in {operation.dtype} is not exact on this machine "
-                f"({operation.differs}). Another dtype or number of threads may be.",
+                f"({operation.differs}). Another dtype, number of threads or kernel (hfgen.optimize) may be.",
                 operations,
             )
     if (difference := trial.try_model(model)) is not None:
