@@ -61,6 +61,9 @@ def hides_padding(model: Any, batch: Batch, *, between: bool = False) -> bool:
     """
     if families.selects_keys(model):  # not so until there are more keys than are selected
         return False
+    positions = "decoder_position_ids"
+    if positions in families.parameters(model.forward) and positions not in batch.model_kwargs:
+        return False  # the length of the cache counts; in bfloat16 that may look like rounding
     cache = families.given_cache(batch.model_kwargs)
     # Layers of states do not say whether they are initialised.
     holds_rows = any(getattr(layer, "is_initialized", True) for layer in layers_of(cache))

@@ -40,7 +40,10 @@ def tiled(
     shapes = tuple((other.shape, other.stride(), other.dtype) for other in others)
     kind = product, rows.dtype, rows.shape[:-2], shapes, torch.get_num_threads()
     if (sizes := _passed.get(kind)) is None:
-        sizes = _passed[kind] = _passing(product, rows, *others)
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # ``ExactCalls`` would call this function with the product again
+            sizes = _passed[kind] = _passing(product, rows, *others)
     counts, n = [], rows.shape[-2]
     while n >= min(sizes[-1], 64):
         counts.append(max(size for size in sizes if size <= n))
@@ -48,7 +51,8 @@ def tiled(
     if n or not counts:
         counts.append(min(size for size in sizes if size >= n))
     parts = F.pad(rows, (0, 0, 0, sum(counts) - rows.shape[-2])).split(counts, dim=-2)
-    outputs = [product(part.contiguous(), *others) for part in parts]
+    with torch._C.DisableTorchFunction():
+        outputs = [product(part.contiguous(), *others) for part in parts]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
     output = output[..., : rows.shape[-2], :].contiguous()
     return output.reshape(*input.shape[:-1], output.shape[-1])
