@@ -382,14 +382,14 @@ def check_invariants(engine: Engine, requests: list[Any]) -> None:
     )
     for rows in steps.joined:
         places = [place for each in rows.members for place in each.places]
-        assert sorted(places) == list(range(len(rows.ids)))
+        assert sorted(places) == list(range(len(rows.batch.ids)))
         for request in joined:
             if request.decoding in rows.moves:
                 ids = request.decoding.run.ids
                 if request.decoding.plain is not None:
                     columns = [ids.new_tensor(c)[:, None] for c in request.decoding.plain.unwritten]
                     ids = torch.cat([ids, *columns], 1)
-                own = rows.ids[request.decoding.places]
+                own = rows.batch.ids[request.decoding.places]
                 tokens = own[own >= 0].view(len(own), -1)  # without gaps of rejected drafts
                 assert torch.equal(tokens[:, -ids.shape[1] :], ids)
     # What is reserved is that of the requests that were admitted, and within the budgets.

@@ -41,7 +41,7 @@ class Watched(Play):
     def step(self) -> None:
         super().step()
         for rows in self.engine.steps.joined:
-            is_gap = rows.ids < 0
+            is_gap = rows.batch.ids < 0
             assert rows.drafts is isinstance(rows, DraftingRows)
             assert rows.drafts or not is_gap.any()
             if is_gap.any():

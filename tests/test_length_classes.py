@@ -44,7 +44,7 @@ def check(output: RequestOutput, solo: Any) -> None:
 
 def shares(rows: JoinedRows) -> tuple[int, int]:
     """The cells of padding, and all cells, counted by the batch's own mask."""
-    return sum(padding_of(rows.batch)), rows.ids.numel()
+    return sum(padding_of(rows.batch)), rows.batch.ids.numel()
 
 
 def best_saving(classes: Classes, rows: JoinedRows) -> float:
@@ -168,7 +168,7 @@ def test_a_request_joins_the_rows_of_its_length() -> None:
         engine.add(prompt(170, number), max_new_tokens=60, eos_token_id=None)
     engine.step()
     engine.step()
-    short, long = sorted(engine.steps.joined, key=lambda rows: rows.length)
+    short, long = sorted(engine.steps.joined, key=lambda rows: rows.batch.ids.shape[1])
     for n_tokens, rows in ((8, short), (160, long)):
         request = engine.add(prompt(n_tokens, 9), max_new_tokens=60, eos_token_id=None)
         engine.step()

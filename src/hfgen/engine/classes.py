@@ -79,7 +79,7 @@ class Classes(MayJoin):
                     n_classes += 1
 
     def _merge_similar(self, same: list[JoinedRows], batches: list[JoinedRows]) -> None:
-        by_length = sorted(same, key=lambda rows: rows.length)
+        by_length = sorted(same, key=lambda rows: rows.batch.ids.shape[1])
         for shorter, longer in pairwise(by_length):
             both = [*shorter.members, *longer.members]
             saved = self.saved(shorter.members, longer.members)

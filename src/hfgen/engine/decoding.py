@@ -111,8 +111,7 @@ class Decoding:
     @property
     def newest(self) -> Tensor:
         """The newest token of each row ``(n_rows,)``."""
-        tokens: Tensor = self.run.ids[:, -1] if self.plain is None else self.plain.newest
-        return tokens
+        return self.run.ids[:, -1] if self.plain is None else self.plain.newest
 
     @property
     def longest(self) -> int:

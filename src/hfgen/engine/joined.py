@@ -97,16 +97,6 @@ class JoinedRows:
     def members(self) -> list[Decoding]:
         return list(self.moves)
 
-    @property
-    def ids(self) -> Tensor:
-        """Token ids ``(rows, columns)``, padding included."""
-        return self.batch.ids
-
-    @property
-    def length(self) -> int:
-        """Columns, padding included."""
-        return self.ids.shape[1]
-
     def absorb(self, other: JoinedRows) -> None:
         """Add all rows of another batch. Raises ``ValueError`` as ``Batch.append``."""
         n_before = len(self)
@@ -189,7 +179,7 @@ class JoinedRows:
         return plain
 
     def _index(self, places: list[int]) -> Tensor:
-        return self.choices.index(self.ids.device, places)
+        return self.choices.index(self.batch.ids.device, places)
 
     def outputs_of(self, decoding: Decoding, outputs: ModelOutput) -> ModelOutput:
         """The rows of ``outputs`` that belong to one request."""
@@ -202,16 +192,12 @@ class JoinedRows:
 
     def append_newest(self) -> None:
         """Append the tokens that the requests have chosen, after reordering the cache by the beams' parents."""
-        index: Tensor | None = None
-        for decoding, moves in self.moves.items():
-            if moves.index is None:
-                continue
-            if index is None:
-                index = torch.arange(len(self.batch), device=self.ids.device)
-            places = self._index(decoding.places)
-            index[places] = places[moves.index]
-            moves.index = None
-        if index is not None:
+        moved = [d for d, moves in self.moves.items() if moves.index is not None]
+        if moved:
+            index = torch.arange(len(self.batch), device=self.batch.ids.device)
+            for decoding in moved:
+                places, moves = self._index(decoding.places), self.moves[decoding]
+                index[places], moves.index = places[moves.index], None
             self.batch.move(index)
         column = self._by_place(torch.cat([decoding.newest for decoding in self.moves]))
         self.batch.ids = torch.cat([self.batch.ids, column[:, None]], dim=1)
@@ -255,7 +241,7 @@ class DraftingRows(JoinedRows):
             parts.append(pad(draft, (0, n_new - draft.shape[1])))
         self.n_fed = n_new + 1
         drafts = self._by_place(torch.cat(parts))
-        ids = torch.cat([self.ids, drafts], dim=1)
+        ids = torch.cat([self.batch.ids, drafts], dim=1)
         batch: Any = self.batch
         return verify(batch, batch.model.__call__, ids, n_new, return_dict=True)
 
@@ -300,21 +286,21 @@ class DraftingRows(JoinedRows):
         kwargs, is_token = self.batch.model_kwargs, new != GAP
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is None and not is_token.all():
-            mask = torch.ones_like(self.ids)
+            mask = torch.ones_like(self.batch.ids)
         if mask is not None:
             kwargs["attention_mask"] = torch.cat([mask, is_token.to(mask.dtype)], dim=1)
         if positions is not None:
             positions = positions.expand(*positions.shape[:-2], len(new), -1)
             more = positions[..., -1:] + is_token.cumsum(dim=1)
             kwargs["position_ids"] = torch.cat([positions, more], dim=-1)
-        self.batch.ids = torch.cat([self.ids, new], dim=1)
+        self.batch.ids = torch.cat([self.batch.ids, new], dim=1)
         n_gaps = sum(decoding.n_rows * decoding.n_gaps for decoding in self.moves)
-        if n_gaps > MANY_GAPS * self.ids.numel():
+        if n_gaps > MANY_GAPS * self.batch.ids.numel():
             self.close_gaps()
 
     def close_gaps(self) -> None:
         if any(decoding.n_gaps for decoding in self.moves):
-            self.batch.move_gaps(self.ids == GAP)
-            self.batch.ids = self.ids.clamp(min=0)
+            self.batch.move_gaps(self.batch.ids == GAP)
+            self.batch.ids = self.batch.ids.clamp(min=0)
             for decoding in self.moves:
                 decoding.n_gaps = 0

@@ -110,11 +110,10 @@ class Steps:
         for chunk in plan:
             request = chunk.item
             with self.failures_of(request):
-                begins = request.times.queue_time is None
-                if begins:
+                decoding = request.decoding
+                if request.times.queue_time is None:  # it begins
                     request.times.queue_time = time.monotonic() - request.arrived
-                decoding = request.prepare(self.model)
-                if begins:
+                    decoding = request.prepare(self.model)
                     request.stays = not decoding.joins
                     request.n_done = min(decoding.begin(), request.n_tokens - 1)
                 if is_zero(decoding.run.config.max_new_tokens):
@@ -226,8 +225,8 @@ class Steps:
                 self.end(decoding.request, error)
             return
         n_filled = sum(decoding.n_rows * decoding.length for decoding in rows.members)
-        self.stats.n_cells += rows.ids.numel()
-        self.stats.n_padding += rows.ids.numel() - n_filled
+        self.stats.n_cells += rows.batch.ids.numel()
+        self.stats.n_padding += rows.batch.ids.numel() - n_filled
         # Rows that fail change the places of others, so outputs are split before.
         others = [decoding for decoding in rows.members if decoding.plain is None]
         parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in others]
