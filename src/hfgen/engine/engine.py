@@ -127,14 +127,12 @@ class Engine(AbstractContextManager["Engine"]):
         self._check_usable()
         check_numbers(priority, timeout)
         now = time.monotonic()
-        arguments = self._arguments(prompt, kwargs)
-        deadline = None if timeout is None else now + timeout
         request = EngineRequest(
-            id=f"req_{next(self._numbers)}",
             engine=self,
-            arguments=arguments,
+            arguments=self._arguments(prompt, kwargs),
             priority=priority,
-            deadline=deadline,
+            deadline=None if timeout is None else now + timeout,
+            id=f"req_{next(self._numbers)}",  # a prompt that is refused takes no number
         )
         self._size(request)
         self.steps.enter(request, now)

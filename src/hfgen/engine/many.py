@@ -68,8 +68,7 @@ def generate_many(
         raise ValueError(f"`on_error` has to be 'return' or 'raise', but is {on_error!r}.")
     options = {name: kwargs.pop(name) for name in ENGINE_OPTIONS if name in kwargs}
     engine = Engine(model, tokenizer, **options)
-    total = len(prompts) if isinstance(prompts, Sized) else None
-    counts = JobProgress(total)
+    counts = JobProgress(len(prompts) if isinstance(prompts, Sized) else None)
 
     def generate() -> Iterator[RequestOutput]:
         numbered = outputs(engine, prompts, kwargs, in_order=in_order, on_events=counts.add_events)

@@ -153,9 +153,8 @@ class Service(AbstractAsyncContextManager["Service"]):
         reason = as_exception(error or self._closed_error())
         waiting = [owner() for owner in self._open.values()]
         self._open, self._is_over = {}, True
-        self.engine.serve_in(
-            None
-        )  # before others know that the thread has ended: they may step the engine
+        # Before others know that the thread has ended: they may step the engine.
+        self.engine.serve_in(None)
         with suppress(RuntimeError):  # the event loop is closed
             self._send([(request, _End(error=reason)) for request in waiting])
             self._loop.call_soon_threadsafe(self.ended.set)
