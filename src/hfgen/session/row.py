@@ -105,8 +105,7 @@ class Row:
             check(call)
             if call.config.do_sample and call.row_keys is None:  # a seed that ``call`` can name
                 arguments = arguments | {"seed": int(torch.randint(2**62, ()))}
-                device = call.prompt.ids.device
-                call.row_keys = seeds.keys_of([arguments["seed"]], 1, device)
+                call.row_keys = seeds.keys_of([arguments["seed"]], 1, call.prompt.ids.device)
             return cls(model, arguments, call, tokens)
         except BaseException:
             call.release()

@@ -9,7 +9,9 @@ for each call by itself.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 from itertools import compress
+from operator import or_
 from typing import Any, cast
 
 import torch
@@ -127,9 +129,7 @@ class PlainRows:
             strategy.invalid.mark(is_invalid, self.n_generated, goes_on)
             strategy.invalid.steps()
             strategy.end_invalid()
-        has_no_token = [
-            ended or invalid for ended, invalid in zip(has_ended, self.is_invalid, strict=True)
-        ]
+        has_no_token = [*map(or_, has_ended, self.is_invalid)]
         if any(has_no_token) and strategy.is_padded:
             for index in compress(range(self.n_rows), has_no_token):
                 tokens[index] = on_device[index] = self.pad
@@ -174,7 +174,7 @@ class Choices:
 
     def __init__(self) -> None:
         #: Index tensors ``(n,)`` that are copied to a device once, for all steps with the same rows.
-        self._indices: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        self._tensor = lru_cache(MAX_INDICES)(torch.tensor)
         #: Calls of the last draw with their number of generated tokens after it.
         self._drawn: list[tuple[PlainRows, int]] = []
         #: Keys ``(rows,)`` of their next noise.
@@ -182,12 +182,7 @@ class Choices:
 
     def index(self, device: torch.device, places: Sequence[int]) -> Tensor:
         """``places`` as a tensor, which is not to be written to."""
-        key = (device, tuple(places))
-        if key not in self._indices:
-            if len(self._indices) >= MAX_INDICES:
-                self._indices.clear()
-            self._indices[key] = torch.tensor(places, device=device)
-        return self._indices[key]
+        return self._tensor(tuple(places), device=device)
 
     def choose(self, calls: list[PlainRows], logits: Tensor) -> None:
         """Choose the next tokens of each call by ``logits (rows, vocab)``; ``PlainRows.take`` appends them."""
