@@ -45,13 +45,10 @@ def _recorded_fields(run: Run) -> list[str]:
 
 def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
     """The attentions and hidden states of a forward, as fields of a ``Step``, if asked for."""
-    if not (run.config.output_attentions or run.config.output_hidden_states):
-        return {}
     prefix = "decoder_" if run.is_encoder_decoder else ""
-    names = {name: prefix + name for name in ("attentions", "hidden_states")}
-    names["cross_attentions"] = "cross_attentions"
-    fields = [name for name in _recorded_fields(run) if name in names]
-    return {name: (getattr(outputs, names[name]),) for name in fields}
+    names = {"attentions": prefix + "attentions", "hidden_states": prefix + "hidden_states"}
+    fields = [name for name in _recorded_fields(run) if name != "logits"]
+    return {name: (getattr(outputs, names.get(name, name)),) for name in fields}
 
 
 def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> dict[str, Any]:

@@ -97,8 +97,7 @@ class Assisted:
         self.keeps_all_tokens = layers.keeps_all_tokens(self.cache)
         self.recorders = ExitStack()  # of caches while they decode
         self.rotary_limits = rotary_limits(run.model)
-        self.max_length = setup.max_length
-        self.rows = DraftedRows(run, self.max_length)
+        self.rows = DraftedRows(run, setup.max_length)
         embedding = families.token_embedding(run.model)
         self.vocab = math.inf if embedding is None else embedding.num_embeddings
         self.placeholders = families.placeholder_tokens(run.model)
@@ -160,7 +159,7 @@ class Assisted:
         self.stats.forwards += 1
         rows = self.rows
         self.draft, self.n_new = None, 0
-        n, room = self.schedule.n_tokens, self.max_length - 1 - start
+        n, room = self.schedule.n_tokens, self.rows.max_length - 1 - start
         if not self.drafter.is_always_asked and not (self.drafter.overshoots and room > 0):
             n = min(n, room)  # the last token is not forwarded
         if not self.keeps_all_tokens:

@@ -10,7 +10,7 @@ So a guard lets enough go on that can still meet them in time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
@@ -41,11 +41,6 @@ class Progress:
         #: How many tokens are missing, at least.
         self.missing = sum(map(n_tokens, pending)) + (0 if current is None else n_tokens(current))
         self._next: dict[int, Progress] = {}
-
-    @classmethod
-    def start(cls, constraints: Iterable[Any]) -> Progress:
-        pending = tuple(constraints)
-        return cls(0, None, pending, max(constraint.remaining() for constraint in pending))
 
     @property
     def is_met(self) -> bool:
@@ -123,7 +118,8 @@ class ConstrainedBeam(NBestBeam):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         config = run.config
-        start = Progress.start(constraints.of_config(config))
+        pending = tuple(constraints.of_config(config))
+        start = Progress(0, None, pending, max(one.remaining() for one in pending))
         #: Of each prompt: how far each running beam is; and which beams are continued by which token in any case.
         self.progress = [[start] * self.beams for _ in range(self.batch)]
         # All beams start alike: what is forced upon the first would be a duplicate in the others.

@@ -76,8 +76,7 @@ class Dola(Sample):
                 f"DoLa reads hidden states (rows, length, {size}) with the output embeddings, but "
                 f"those of layer {layer} are {shape or 'none'}. Leave `dola_layers` out."
             )
-        logits: torch.Tensor = self.head(states[layer][:, -1])
-        return logits
+        return self.head(states[layer][:, -1])
 
 
 def candidate_layers(model: Any, dola_layers: str | list[int]) -> list[int]:

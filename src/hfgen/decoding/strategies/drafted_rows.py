@@ -36,7 +36,6 @@ class DraftedRows:
         self.is_hit = torch.zeros_like(self.device_ended)
         # The same on the host; on the CPU the tokens are the same tensor.
         self.host_tokens = self.tokens.cpu()
-        self.host_array = self.host_tokens.numpy()  # their memory, which is quicker to write to
         self.known, self.has_ended = [length] * n_rows, [False] * n_rows
         if run.rows is not None:
             self.has_ended = self.device_ended.tolist()
@@ -78,7 +77,6 @@ class DraftedRows:
             is_one = self.host_tokens is self.tokens
             self.tokens = pad(self.tokens, (0, more))
             self.host_tokens = self.tokens if is_one else pad(self.host_tokens, (0, more))
-            self.host_array = self.host_tokens.numpy()
 
     def ids(self, length: int) -> torch.Tensor:
         """All rows up to ``length``; functions of the caller's may count on ids that are contiguous."""

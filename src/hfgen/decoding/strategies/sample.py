@@ -55,8 +55,7 @@ class Sample(NextToken):
         tokens = tokens[:, None]
         run.ids = torch.cat([run.ids, tokens], dim=1)
         self.n_steps += 1
-        observed = outputs.observe(run, model_outputs)
-        return Step(tokens, (scores,), (logits,), **observed)
+        return Step(tokens, (scores,), (logits,), **outputs.observe(run, model_outputs))
 
     def end_invalid(self) -> None:
         """End the rows whose scores were invalid; padding follows in them."""

@@ -235,9 +235,9 @@ class PlainMatch:
                     invalid_at[row] = length
             if has_open_rows and not any(goes_on):
                 break
+        host_array = rows.host_tokens.numpy()  # their memory, which is quicker to write to
         for row, new in enumerate(gained):
-            if new:
-                rows.host_array[row, known[row] - len(new) : known[row]] = new
+            host_array[row, known[row] - len(new) : known[row]] = new
         if rows.host_tokens is not rows.tokens:
             window = slice(start, start + logits.shape[1])
             rows.tokens[:, window] = rows.host_tokens[:, window].to(rows.tokens.device)
