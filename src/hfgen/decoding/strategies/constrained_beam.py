@@ -149,8 +149,8 @@ class ConstrainedBeam(NBestBeam):
         ends, scores = self.ends(run, candidates), candidates.scores
         n, n_left = scores.shape[1], self.deadline - candidates.ids.shape[2]
         beams = candidates.parents[..., -1] - self.row_offsets
-        searches = torch.stack([self.finished.is_done.sum(dim=1), self.is_closed], dim=1)
-        facts = (beams, candidates.ids[..., -1], scores, ends, searches)
+        n_done = self.finished.is_done.sum(dim=1, keepdim=True)
+        facts = (beams, candidates.ids[..., -1], scores, ends, n_done, self.is_over)
         # All in one read: such numbers are exact in the dtype of the scores.
         table = torch.cat([fact.to(scores.dtype) for fact in facts], dim=1).tolist()
         going_on, finished = [], []

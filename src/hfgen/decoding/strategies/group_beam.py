@@ -35,7 +35,6 @@ class NBestBeam(Beam):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.finished.scores = torch.full_like(self.finished.scores, -torch.inf)
-        self.is_closed = torch.zeros(self.batch, dtype=torch.bool, device=run.ids.device)
         #: ``(batch, beams)``: which running hypotheses count although they did not end by themselves.
         self.is_met = torch.ones_like(self.finished.is_done)
 
@@ -45,17 +44,17 @@ class NBestBeam(Beam):
         chosen = candidates.at(going_on)
         # A place for which nothing is left holds a hypothesis that ended.
         chosen.scores = chosen.scores + ends.gather(1, going_on).float() * NEG_INF
-        self.add(run, candidates, finished & ~self.is_closed[:, None])
+        self.add(run, candidates, finished & ~self.is_over)
         self.close(run, candidates)
         if not is_last.is_cpu or is_last.any():  # to look at an accelerator is to wait for it
-            is_cut_off = is_last & ~self.is_closed[:, None]
+            is_cut_off = is_last & ~self.is_over
             chosen.is_done = self.is_met
             self.add(run, chosen, is_cut_off.expand_as(chosen.is_done))
-            self.is_closed = self.is_closed | is_last.squeeze(1)
+            self.is_over = self.is_over | is_last
         return chosen
 
-    def end(self, searches: torch.Tensor) -> None:
-        self.is_closed = self.is_closed | searches.squeeze(1)
+    def is_open(self, run: Run) -> torch.Tensor:
+        return ~self.is_over
 
     def is_last(self, candidates: Hypotheses) -> torch.Tensor:
         """``(batch, 1)``: whether criteria leave a search nothing to go on with."""
@@ -92,13 +91,13 @@ class NBestBeam(Beam):
         That counts by its score as it is, a heuristic; with ``"never"``, at the greatest length.
         """
         config = run.config
-        is_full = self.finished.is_done.all(dim=1)
+        is_full = self.finished.is_done.all(dim=1, keepdim=True)
         if config.early_stopping is not True:
             is_never = config.early_stopping is not False and config.length_penalty > 0.0
             length = config.max_length if is_never else candidates.ids.shape[2]
-            best = self.normalised(run, candidates.scores[:, 0], length)
-            is_full = is_full & (self.finished.scores.amin(dim=1) >= best)
-        self.is_closed = self.is_closed | is_full
+            best = self.normalised(run, candidates.scores[:, :1], length)
+            is_full = is_full & (self.finished.scores.amin(dim=1, keepdim=True) >= best)
+        self.is_over = self.is_over | is_full
 
     def stop(self, run: Run) -> None:
         if self.stops_by_length_only and not run.ids.is_cpu:  # nothing to wait for
@@ -108,7 +107,7 @@ class NBestBeam(Beam):
         def settle(values: list[int]) -> None:
             run.finished = bool(values[0])
 
-        self.check(run, settle, self.is_closed.all())
+        self.check(run, settle, self.is_over.all())
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         scores = self.finished.scores
@@ -165,7 +164,7 @@ class GroupBeam(NBestBeam):
             proposals.append(candidates)
             chosen = candidates.ids[..., -1].gather(1, self.select(run, candidates)[0])
             if (pad := run.config._pad_token_tensor) is not None:
-                chosen = torch.where(self.is_closed[searches, None], pad.to(chosen.device), chosen)
+                chosen = torch.where(self.is_over[searches], pad.to(chosen.device), chosen)
             tokens = torch.cat([tokens, chosen], dim=1)
         fields = zip(*(candidates.fields for candidates in proposals), strict=True)
         return Hypotheses(*(torch.stack(field, dim=1).flatten(0, 1) for field in fields)), scores

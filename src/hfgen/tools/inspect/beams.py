@@ -35,8 +35,7 @@ class Tree:
         """Note the hypotheses that run on, and those that have just ended; read behind ``stop``."""
         running, finished = strategy.running, strategy.finished
         has_new = finished.parents.shape[2] == running.parents.shape[2]
-        closed: Tensor | None = getattr(strategy, "is_closed", None)
-        is_open = strategy.is_open(run)[:, 0] if closed is None else ~closed
+        is_open = strategy.is_open(run)[:, 0]
         for prompt, tree in enumerate(self.prompts):
             if not tree.is_open:
                 continue
