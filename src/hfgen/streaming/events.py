@@ -45,7 +45,6 @@ class Rows:
     def __init__(self, run: Run, strategy: Strategy, n_settled: int = 0) -> None:
         """``n_settled``: tokens at the end of ``run.ids`` that count as generated and have no events."""
         self.run, self.strategy, run.is_streamed = run, strategy, True
-        self.streams = getattr(strategy, "streams", True)
         self.prompt_length = run.ids.shape[1] - n_settled
         #: Whether hypotheses are returned; only the best of each prompt is settled before the end.
         self.is_search = hasattr(strategy, "scored")
@@ -68,7 +67,7 @@ class Rows:
 
     def advance(self, step: Step) -> list[StreamEvent]:
         """The events of ``step``; none in a mode whose tokens are not final before the end."""
-        if not self.streams:
+        if not getattr(self.strategy, "streams", True):
             return []
         start = self.n_settled
         settled = step.tokens if step.settled is None else step.settled()
