@@ -132,7 +132,7 @@ class Engine(AbstractContextManager["Engine"]):
             arguments=self._arguments(prompt, kwargs),
             priority=priority,
             deadline=None if timeout is None else now + timeout,
-            id=f"req_{next(self._numbers)}",  # a prompt that is refused takes no number
+            id=f"req_{next(self._numbers)}",  # behind the arguments, which may raise
         )
         self._size(request)
         self.steps.enter(request, now)
