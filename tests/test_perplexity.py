@@ -34,12 +34,10 @@ def test_each_token_but_the_first_is_scored_once():
     for n in (1, 2, 5, 16, 17, 40):
         for window, stride in ((2, 1), (8, 4), (8, 7), (16, 5)):
             found = list(windows(n, window, stride))
-            scored = [i for each in found for i in range(each.first, each.end)]
+            scored = [i for _, first, end in found for i in range(first, end)]
             assert scored == list(range(1, n))
-            assert all(0 < each.end - each.start <= window for each in found)
-            assert all(
-                min(each.first, window - stride) <= each.first - each.start for each in found
-            )
+            assert all(0 < end - start <= window for start, _, end in found)
+            assert all(min(first, window - stride) <= first - start for start, first, _ in found)
 
 
 def test_one_window_is_a_whole_forward(builtin: tuple[Any, Any]):

@@ -22,15 +22,6 @@ SCORING: dict[str, Any] = {"max_new_tokens": 0, "do_sample": False, "num_beams":
 SCORING |= {"prompt_logprobs": 0, "return_dict_in_generate": True}
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The tokens ``start:end`` of a text, of which those from ``first`` on are scored."""
-
-    start: int
-    first: int
-    end: int
-
-
 @dataclass(slots=True)
 class TextScore:
     """How likely a text is: for each of its windows, the nats of its scored tokens, and their number."""
@@ -98,13 +89,16 @@ def sizes(model: Any, window: int | None = None, stride: int | None = None) -> t
     return window, stride
 
 
-def windows(n_tokens: int, window: int, stride: int) -> Iterator[Window]:
-    """Windows that start each ``stride`` tokens, which score each token but the first once."""
+def windows(n_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(start, first, end)``: the tokens ``start:end`` are a window, which scores those from ``first`` on.
+
+    Windows start each ``stride`` tokens, and score each token but the first once.
+    """
     first = 1
     for start in range(0, max(n_tokens, 1), stride):
         end = min(start + window, n_tokens)
         if end > first:
-            yield Window(start, first, end)
+            yield start, first, end
         first = end
         if end == n_tokens:
             return
@@ -136,11 +130,11 @@ def score(
     result = TextScore(name, len(text.encode()) - len(lead))
     tokens, remaining = torch.tensor(ids), windows(len(ids), window, stride)
     while batch := list(islice(remaining, batch_size)):
-        inputs = padded([tokens[each.start : each.end] for each in batch], model)
+        inputs = padded([tokens[start:end] for start, _, end in batch], model)
         output = model.generate(**inputs, **SCORING)
         logprobs = output.prompt_logprobs.token_logprobs.cpu()  # (windows, longest)
-        for row, each in zip(logprobs, batch, strict=True):
-            n = each.end - each.first
+        for row, (_, first, end) in zip(logprobs, batch, strict=True):
+            n = end - first
             result.nats.append(-float(row[-n:].sum(dtype=torch.float64)))
             result.counts.append(n)
             on_tokens(n)
