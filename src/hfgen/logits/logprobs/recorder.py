@@ -49,30 +49,27 @@ class Recorder(Observer):
             raise ValueError(
                 f"`logprobs` need `Step.{name}`, which {type(strategy).__name__} does not set."
             )
-        if (scored := getattr(strategy, "scored", None)) is not None:
-            rows, tokens = scored()
-            measures = measure(scores[0], tokens, self.settings, self.asked_ids, rows)
-            support = self.support(strategy, step, 0, self.n_rows)
-            self.positions.append(Position(tokens, rows, None, measures, support))
-            return
-        is_token_of = getattr(strategy, "is_token", None)
-        is_token = None if is_token_of is None else is_token_of(run, step)
-        for place, tokens in enumerate(step.tokens.unbind(dim=1)):
-            # A model with guidance of its own scores each row twice: first with its prompt.
-            measures = measure(scores[place][: len(tokens)], tokens, self.settings, self.asked_ids)
-            is_counted = None if is_token is None else is_token[:, place]
-            support = self.support(strategy, step, place, len(tokens))
-            self.positions.append(Position(tokens, None, is_counted, measures, support))
-
-    def support(self, strategy: Strategy, step: Step, place: int, n_rows: int) -> Tensor | None:
-        """``(n, 2)``: rows and tokens that processors left at a position, with ``logprobs_support``."""
-        if not self.has_support:
-            return None
-        if step.scores is None:
+        processed: Any = step.scores
+        if self.has_support and processed is None:
             raise ValueError(
                 f"`logprobs_support` needs `Step.scores`, which {type(strategy).__name__} does not set."
             )
-        return (step.scores[place][:n_rows] > -torch.inf).nonzero()
+        columns, n_rows = step.tokens.unbind(dim=1), len(step.tokens)
+        rows = is_token = None
+        if hasattr(strategy, "scored"):
+            rows, *columns = strategy.scored()
+            n_rows = self.n_rows
+        elif hasattr(strategy, "is_token"):
+            is_token = strategy.is_token(run, step)
+        for place, tokens in enumerate(columns):
+            # A model with guidance of its own scores each row twice: first with its prompt.
+            of_rows = scores[place][:n_rows]
+            measures = measure(of_rows, tokens, self.settings, self.asked_ids, rows)
+            is_counted = None if is_token is None else is_token[:, place]
+            support = None
+            if self.has_support:
+                support = (processed[place][:n_rows] > -torch.inf).nonzero()
+            self.positions.append(Position(tokens, rows, is_counted, measures, support))
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Tensor | None]) -> None:
         """Set ``output.logprobs`` to those of the returned sequences."""
