@@ -107,9 +107,8 @@ class Line:
         except ValueError as wrong:  # also what is not UTF-8
             error = f"is not JSON: {wrong}"
         if not isinstance(request, dict):
-            return cls(number, digest, {}, None, f"line {number} {error or 'is not a JSON object'}")
-        custom_id = request.get("custom_id")
-        if not isinstance(custom_id, str):
+            request, error = {}, error or "is not a JSON object"
+        elif not isinstance(custom_id := request.get("custom_id"), str):
             error = "has no `custom_id` that is text"
         elif re.search("[\ud800-\udfff]", custom_id):
             error = f"has a `custom_id` with a lone surrogate: {custom_id!a}"

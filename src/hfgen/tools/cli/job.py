@@ -31,7 +31,6 @@ class Job:
     output: Output
     fields: dict[str, Any]  # of the command line
     progress: JobProgress
-    n_answered: int = 0
     n_failed: int = 0
     #: Number of a prompt → its line, the outputs of the line's prompts (None: not ended), its place in them.
     running: dict[int, tuple[Line, list[Any], int]] = field(default_factory=dict)
@@ -100,7 +99,6 @@ class Job:
             body = chat_response(outputs[0], **names)
         else:
             body = completion_response(outputs, echo=bool(asked.get("echo")), **names)
-        self.n_answered += 1
         return self.write(line, 200, body, None)
 
     def fail(self, line: Line, error: BaseException) -> None:
@@ -123,7 +121,7 @@ class Job:
         """One line: how many were answered, failed, or done before; tokens and time."""
         progress, before = self.progress, f" · {n_before:,} done before" if n_before else ""
         return (
-            f"{self.n_answered:,} answered · {self.n_failed:,} failed{before} · "
+            f"{progress.n_done - self.n_failed:,} answered · {self.n_failed:,} failed{before} · "
             f"{progress.n_tokens:,} tokens · {duration(progress.seconds)} · "
             f"{progress.tokens_per_second:,.0f} tokens/s"
         )
