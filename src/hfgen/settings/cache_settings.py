@@ -87,9 +87,8 @@ class Settings:
                 )
         options.pop("backend", None)
         settings = cls(**{SYNONYMS.get(key, key): value for key, value in options.items()})
-        if config is not None:
-            for size in _value_sizes(config):
-                settings.channels(size)
+        for size in _value_sizes(config):
+            settings.channels(size)
         return settings
 
     @property
@@ -133,13 +132,13 @@ def path_of(options: Any) -> str | os.PathLike | None:
     return path
 
 
-def check_quantized(options: Any, config: Any = None) -> None:
-    """Raise ``ValueError`` for options that cannot be used with a decoder's ``config``, or with any."""
+def check_quantized(options: Any, config: Any) -> None:
+    """Raise ``ValueError`` for options that cannot be used with a decoder's ``config``."""
     if upstream_backend(options) is None:
         Settings.of(options, config)
 
 
-def check_none(options: Any, config: Any = None) -> None:
+def check_none(options: Any, config: Any) -> None:
     """Raise ``ValueError`` for any key in the options of ``offloaded_static``."""
     check_keys(as_dict(options), "offloaded_static", [])
 

@@ -110,8 +110,6 @@ class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
         self.n_tokens = max(len(spelled) for _, spelled in self.spelled)
 
     def find(self, ids: Sequence[int], n_before: int = 0) -> StopMatch | None:
-        if not ids:
-            return None
         newest = self.pieces[ids[-1]]
         strings = [pair for pair in self.spelled if pair[1][-1] in newest]
         if not strings:
@@ -166,8 +164,6 @@ class StopRegexCriteria(TextCriteria):
         return compiled
 
     def find(self, ids: Sequence[int], n_before: int = 0) -> StopMatch | None:
-        if not ids:
-            return None
         pieces = self.pieces.of(ids)
         text, whole = _decoded(pieces)
         first = len(_decoded(pieces[:1])[0]) if len(pieces) > WINDOW else 0
