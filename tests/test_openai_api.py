@@ -14,13 +14,9 @@ import hfgen
 from hfgen import grammar
 from hfgen.settings.fields import FIELDS
 from hfgen.settings.vllm import PARAMS
+from hfgen.tools.openai_api import responses
 from hfgen.tools.openai_api.requests import BODY, CHECKED_AS, OWN, generate_kwargs, prompts_of
-from hfgen.tools.openai_api.responses import (
-    chat_response,
-    completion_response,
-    error_body,
-    finish_reason,
-)
+from hfgen.tools.openai_api.responses import chat_response, completion_response, error_body
 from tests.tiny import byte_tokenizer
 
 TEMPLATE = (
@@ -259,8 +255,11 @@ def test_several_prompts_of_a_completion_are_choices_of_one_response():
 
 
 def test_reasons_and_errors():
-    assert [finish_reason(word) for word in ("eos", "stop", "grammar", "mine")] == ["stop"] * 4
-    assert {finish_reason(word) for word in ("length", "time", "cancelled")} == {"length"}
+    for reasons, word in (
+        (("eos", "stop", "grammar", "mine"), "stop"),
+        (("length", "time", "cancelled"), "length"),
+    ):
+        assert {responses.choice(0, each)["finish_reason"] for each in reasons} == {word}
     assert error_body(ValueError("no"))["error"]["type"] == "invalid_request_error"
     assert error_body(RuntimeError(), 500)["error"] == {
         "message": "RuntimeError",

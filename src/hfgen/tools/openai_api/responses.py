@@ -14,15 +14,11 @@ from ...state.text import Pieces, decode
 CUTS = frozenset(("length", "time", "timeout", "cancelled", "repetition", "error"))
 
 
-def finish_reason(reason: Any) -> str:
-    """OpenAI's word for why a row ended: ``"length"`` for what was cut off, else ``"stop"``."""
-    return "length" if reason in CUTS else "stop"
-
-
 def choice(index: int, reason: Any, **fields: Any) -> dict[str, Any]:
     """A choice of a row that has ended for ``reason``, or goes on (``None``).
 
-    Its ``stop_reason`` is vLLM's: the stop string or token, and for other reasons than an EOS and the
+    Its ``finish_reason`` is OpenAI's word: ``"length"`` for what was cut off, else ``"stop"``. Its
+    ``stop_reason`` is vLLM's: the stop string or token, and for other reasons than an EOS and the
     length their name.
     """
     fields = {"index": index, **fields, "finish_reason": None}
@@ -30,7 +26,8 @@ def choice(index: int, reason: Any, **fields: Any) -> dict[str, Any]:
         return fields
     stop = None if reason in ("eos", "grammar", "length") else str(reason)
     stop = getattr(reason, "stop", None) if reason == "stop" else stop
-    return fields | {"finish_reason": finish_reason(reason), "stop_reason": stop}
+    word = "length" if reason in CUTS else "stop"
+    return fields | {"finish_reason": word, "stop_reason": stop}
 
 
 def chat_logprobs(tokens: Any, pieces: Pieces | None) -> dict[str, Any] | None:
