@@ -151,12 +151,11 @@ class Service(AbstractAsyncContextManager["Service"]):
             if error is None and self._open:
                 self._hand_over(self.engine.step())
         reason = as_exception(error or self._closed_error())
-        waiting = [owner() for owner in self._open.values()]
-        self._open, self._is_over = {}, True
+        requests, self._open, self._is_over = self._open, {}, True
         # Before others know that the thread has ended: they may step the engine.
         self.engine.serve_in(None)
         with suppress(RuntimeError):  # the event loop is closed
-            self._send([(request, _End(error=reason)) for request in waiting])
+            self._send([(owner(), _End(error=reason)) for owner in requests.values()])
             self._loop.call_soon_threadsafe(self.ended.set)
         self._thread.shutdown(wait=False)
 

@@ -223,8 +223,7 @@ def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwa
     """Return the model's forward, compiled where cache and device allow it."""
     if model._valid_auto_compile_criteria(model_kwargs, config):
         return Compiled(model, config.compile_config, model_kwargs.get(CACHE))
-    forward: Callable = model.__call__
-    return forward
+    return model.__call__
 
 
 def valid_auto_compile_criteria(

@@ -120,8 +120,7 @@ class Group:
             queries = slice(start, stop)
             n_seen = max(span.n_seen(queries) for span in self.spans)
             n_before = max(n_seen - 1, 0) // KEYS * KEYS  # of whole blocks
-            passed = LAST_KEYS.get((like.dtype, like.shape[-1]), (KEYS,))
-            allowed = local.tried_keys or passed
+            allowed = local.tried_keys or LAST_KEYS.get((like.dtype, like.shape[-1]), (KEYS,))
             n_keys = n_before + next(n for n in allowed if n_before + n >= n_seen)
             hidden = torch.cat([span.hidden(queries, n_keys) for span in self.spans])
             bias = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)

@@ -38,20 +38,17 @@ def tiled(
     rows = input if weight.dim() == 3 else input.reshape(-1, input.shape[-1])
     others = (weight,) if bias is None else (weight, bias)
     shapes = tuple((other.shape, other.stride(), other.dtype) for other in others)
-    kind = product, rows.dtype, rows.shape[:-2], shapes, torch.get_num_threads()
-    if (sizes := _passed.get(kind)) is None:
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # ``ExactCalls`` would call this function with the product again
+    kind = product, shapes, torch.get_num_threads()
+    counts, n = list[int](), rows.shape[-2]
+    with torch._C.DisableTorchFunction():  # a product would come here again from ``ExactCalls``
+        if (sizes := _passed.get(kind)) is None:
             sizes = _passed[kind] = _passing(product, rows, *others)
-    counts, n = [], rows.shape[-2]
-    while n >= min(sizes[-1], 64):
-        counts.append(max(size for size in sizes if size <= n))
-        n -= counts[-1]
-    if n or not counts:
-        counts.append(min(size for size in sizes if size >= n))
-    parts = F.pad(rows, (0, 0, 0, sum(counts) - rows.shape[-2])).split(counts, dim=-2)
-    with torch._C.DisableTorchFunction():
+        while n >= min(sizes[-1], 64):
+            counts.append(max(size for size in sizes if size <= n))
+            n -= counts[-1]
+        if n or not counts:
+            counts.append(min(size for size in sizes if size >= n))
+        parts = F.pad(rows, (0, 0, 0, sum(counts) - rows.shape[-2])).split(counts, dim=-2)
         outputs = [product(part.contiguous(), *others) for part in parts]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
     output = output[..., : rows.shape[-2], :].contiguous()
@@ -69,16 +66,16 @@ def _passing(product: Callable[..., Tensor], rows: Tensor, *others: Tensor) -> t
     n = rows.shape[-1]
     order = torch.randperm(n - n % 2, generator=generator)
 
-    def mirrored(shape: list[int], sign: int, dim: int) -> Tensor:
-        """Numbers of which one half is ``sign`` times the other, in ``order`` along ``dim``."""
-        shape[dim] = n // 2
-        half = 16 * torch.randn(shape, generator=generator).movedim(dim, -1)
+    def mirrored(n_rows: int, sign: int) -> Tensor:
+        """Rows of numbers of which one half is ``sign`` times the other, in ``order``."""
+        half = 16 * torch.randn(*rows.shape[:-2], n_rows, n // 2, generator=generator)
         whole = torch.cat([half, sign * half], dim=-1)[..., order]
-        return F.pad(whole, (0, n % 2)).movedim(-1, dim).to(weight.dtype)
+        return F.pad(whole, (0, n % 2)).to(weight.dtype)
 
-    values = mirrored([*rows.shape[:-2], LONGEST[0], n], -1, -1)
+    values = mirrored(LONGEST[0], -1)
     of_weight = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype)
-    of_weight.copy_(mirrored([*weight.shape], 1, -1 if product in LINEAR else -2))
+    by_output = of_weight if product in LINEAR else of_weight.mT
+    by_output.copy_(mirrored(by_output.shape[-2], 1))
     zeros = [torch.zeros_like(bias) for bias in biases]
     passing: list[list[int]] = []
     for longest in LONGEST:

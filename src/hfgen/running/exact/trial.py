@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.rnn import pad_sequence
 from transformers.masking_utils import bidirectional_mask_function
 
 from ... import families
@@ -29,20 +30,15 @@ def _rows(model: Any) -> list[Tensor]:
     """Random ids ``(1, tokens)`` for the trial, without the first ids, which are often special tokens."""
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    low = min(8, vocab - 1)
-    return [torch.randint(low, vocab, (1, n), generator=generator) for n in TOKENS]
+    return [torch.randint(min(8, vocab - 1), vocab, (1, n), generator=generator) for n in TOKENS]
 
 
 def _padded(model: Any, rows: list[Tensor], side: str) -> dict[str, Tensor]:
     """The rows as a batch, padded on ``side``, with their mask and positions."""
-    missing = [max(r.shape[1] for r in rows) - row.shape[1] for row in rows]
-    pads = [(n, 0) if side == "left" else (0, n) for n in missing]
     value = families.position_pad(model)  # such a model counts positions by itself
-    ids = [F.pad(row, pad, value=value or 0) for row, pad in zip(rows, pads, strict=True)]
-    mask = torch.cat(
-        [F.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)]
-    )
-    inputs = {"input_ids": torch.cat(ids), "attention_mask": mask}
+    ids = pad_sequence([row[0] for row in rows], True, value or 0, padding_side=side)
+    mask = pad_sequence([torch.ones_like(row[0]) for row in rows], True, padding_side=side)
+    inputs = {"input_ids": ids, "attention_mask": mask}
     if value is None:
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     return inputs
@@ -160,8 +156,7 @@ def _forward(model: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _logits(model: Any, arguments: dict[str, Any]) -> Tensor:
-    logits: Tensor = _forward(model, {**arguments, "use_cache": False}).logits
-    return logits
+    return _forward(model, {**arguments, "use_cache": False}).logits
 
 
 def first_difference(model: nn.Module, alone: Way, beside: Way, row: int) -> str:
@@ -261,7 +256,7 @@ def _try_last(n_keys: int, heads: int, kv_heads: int, size: int, dtype: torch.dt
     """Where steps whose last block has ``n_keys`` differ from one forward of ``LONGEST`` tokens."""
     generator = torch.Generator().manual_seed(heads * size)
     shapes = [(1, n, LONGEST, size) for n in (heads, kv_heads, kv_heads)]
-    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    q, k, v = states = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     mask = exact_mask(batch_size=1, q_length=LONGEST, kv_length=LONGEST)
     whole = exact_attention(nn.Module(), q, k, v, mask)[0]
     least = 1 if n_keys == KEYS else n_keys - 3
@@ -269,13 +264,13 @@ def _try_last(n_keys: int, heads: int, kv_heads: int, size: int, dtype: torch.dt
     for length in sorted({least, n_keys - 3, n_keys, KEYS + least, longest}):
         for n_queries in sorted({min(n, length) for n in (*QUERIES, length)}):
             for padding in (0, 3, 200):
-                out = _first_row(q, k, v, length, n_queries, padding, padding + length)
+                out = _first_row(states, length, n_queries, padding, padding + length)
                 if not torch.equal(out, whole[0, length - n_queries : length]):
                     return f"{n_queries} queries of {length} keys behind {padding} of padding"
         # Beside a longer row that begins in the same column, blocks follow that this row does not see.
         both_ways = {"mask_function": bidirectional_mask_function}
         own, beside = (
-            _first_row(q, k, v, length, length, 0, n_all, **both_ways)
+            _first_row(states, length, length, 0, n_all, **both_ways)
             for n_all in (length, length + KEYS + 1)
         )
         if not torch.equal(own, beside):
@@ -284,16 +279,10 @@ def _try_last(n_keys: int, heads: int, kv_heads: int, size: int, dtype: torch.dt
 
 
 def _first_row(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    length: int,
-    n_queries: int,
-    padding: int,
-    n_all: int,
-    **options: Any,
+    states: list[Tensor], length: int, n_queries: int, padding: int, n_all: int, **options: Any
 ) -> Tensor:
     """The last ``n_queries`` of ``length`` tokens behind padding, beside a row of ``n_all``: ``(queries, heads, size)``."""
+    q, k, v = states
     is_token = torch.ones(2, n_all, dtype=torch.bool)
     is_token[0, :padding] = is_token[0, padding + length :] = False
     n_behind, n_missing = n_all - padding - length, max(n_all - LONGEST, 0)
@@ -333,6 +322,5 @@ def of_layers(model: nn.Module) -> Iterator[Operation]:
             tried.add((name, size, dtype))
             generator = torch.Generator().manual_seed(size)
             values = torch.randn(ROWS, size, generator=generator).to(dtype)
-            yield Operation(
-                name, f"rows of {size}", str(dtype)[len("torch.") :], try_rows(module, values)
-            )
+            differs = try_rows(module, values)
+            yield Operation(name, f"rows of {size}", str(dtype)[len("torch.") :], differs)
