@@ -138,9 +138,8 @@ def exact(model: T) -> T:
                 f"exact: {type(model).__name__} computes attention in a way that is not understood: its logits would be "
                 "others, not by rounding alone."
             )
-        modules = frozenset(
-            name for name, _ in model.named_modules()
-        )  # BigBird's first forward adds some
+        # BigBird's first forward adds some.
+        modules = frozenset(name for name, _ in model.named_modules())
         vars(model)["exactness"] = Report(operations, former, modules)
     except BaseException as error:
         undo(model)
