@@ -48,8 +48,9 @@ def tiled(
             n -= counts[-1]
         if n or not counts:
             counts.append(min(size for size in sizes if size >= n))
-        parts = F.pad(rows, (0, 0, 0, sum(counts) - rows.shape[-2])).split(counts, dim=-2)
-        outputs = [product(part.contiguous(), *others) for part in parts]
+        missing = sum(counts) - rows.shape[-2]
+        filled = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+        outputs = [product(part.contiguous(), *others) for part in filled.split(counts, dim=-2)]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
     output = output[..., : rows.shape[-2], :].contiguous()
     return output.reshape(*input.shape[:-1], output.shape[-1])
@@ -72,10 +73,10 @@ def _passing(product: Callable[..., Tensor], rows: Tensor, *others: Tensor) -> t
         whole = torch.cat([half, sign * half], dim=-1)[..., order]
         return F.pad(whole, (0, n % 2)).to(weight.dtype)
 
-    values = mirrored(LONGEST[0], -1)
+    values, outputs = mirrored(LONGEST[0], -1), mirrored(LONGEST[0], 1)
     of_weight = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype)
-    by_output = of_weight if product in LINEAR else of_weight.mT
-    by_output.copy_(mirrored(by_output.shape[-2], 1))
+    for part in (of_weight if product in LINEAR else of_weight.mT).split(LONGEST[0], dim=-2):
+        part.copy_(outputs[..., : part.shape[-2], :])
     zeros = [torch.zeros_like(bias) for bias in biases]
     passing: list[list[int]] = []
     for longest in LONGEST:
