@@ -1,4 +1,5 @@
-// Products of activations with packed weights for few rows, and attention (``attention.h``).
+// Products of activations with packed weights for few rows, or for any number with AMX (``amx.h``), and attention
+// (``attention.h``).
 //
 // Each weight is read once, in the order of memory. A panel has the weights of PANEL outputs: words with two or four
 // inputs of an output, then the next inputs. Sums are float32, over the inputs in their order, or integers, which are
@@ -6,6 +7,7 @@
 // narrow, those of several panels for one or two. Activations and results are float32, bfloat16 or float16.
 
 #include "attention.h"
+#include "amx.h"
 
 namespace {
 
@@ -13,8 +15,6 @@ namespace {
 // does not wait for itself.
 constexpr int vectors_for(int rows) { return VECTORS > 2 || rows > 2 ? VECTORS : 8 / rows; }
 constexpr int MOST_ROWS = VECTORS == 3 ? 8 : 6;
-// Bytes between what is read and what memory is asked for.
-constexpr int64_t AHEAD = 16384;
 // Panels whose rows are done before the next ones.
 constexpr int64_t GROUP = vectors_for(1) / VECTORS;
 
@@ -34,13 +34,14 @@ inline void prefetch(const void* weights, int64_t n_words) {
 struct Call {
   Tensor rows, result;
   Numbers inputs, outputs;
-  int64_t n_in, n_out, n_rows;
+  int64_t n_in, n_out, n_rows, n_words;  // words from an output to that of the next panel
   std::vector<float> bias;  // as wide as the panels, or empty
 
   Call(const Tensor& x, const std::optional<Tensor>& added, const Tensor& weights, int64_t n_out)
       : rows(dense(x)), result(room(rows, n_out)), inputs(rows), outputs(result), n_in(x.size(-1)), n_out(n_out),
-        n_rows(n_in ? rows.numel() / n_in : 0) {
-    bool fits = weights.size(1) * weights.size(3) >= n_in && weights.size(0) * PANEL >= n_out;
+        n_rows(n_in ? rows.numel() / n_in : 0), n_words(weights.stride(0) / weights.stride(1)) {
+    int64_t rest = weights.size(1) * weights.size(3) - n_in;  // zeros of the last word
+    bool fits = rest >= 0 && rest < weights.size(3) && n_words >= weights.size(1) && weights.size(0) * PANEL >= n_out;
     fits = fits && (!added || added->numel() == n_out);
     STD_TORCH_CHECK(fits, "hfgen's product got shapes that do not fit each other");
     if (!added) return;
@@ -63,12 +64,16 @@ struct Call {
     outputs.with([&](auto* y) { store<N>(sums, y + row * n_out + output, width); });
   }
 
-  // Calls run(first row, number of rows, first vector of outputs, number of vectors) for all results, which threads
-  // share; a vector has LANES outputs.
-  template <class Run> void for_blocks(Run run) const {
-    int64_t n_panels = (n_out + PANEL - 1) / PANEL;
+  // Calls run(first, last) for the panels that threads share.
+  template <class Run> void for_panels(Run run) const {
     int64_t grain = std::max<int64_t>(1, PER_THREAD / std::max<int64_t>(1, n_rows * n_in * PANEL));
-    torch::stable::parallel_for(0, n_panels, grain, [&](int64_t first, int64_t last) {
+    torch::stable::parallel_for(0, (n_out + PANEL - 1) / PANEL, grain, run);
+  }
+
+  // Calls run(first row, number of rows, first vector of outputs, number of vectors) for all results; a vector has
+  // LANES outputs.
+  template <class Run> void for_blocks(Run run) const {
+    for_panels([&](int64_t first, int64_t last) {
       for (int64_t panel = first; panel < last; panel += GROUP)
         for_rows<MOST_ROWS, 6, 4, 2, 1>(n_rows, [&](int64_t row, auto rows) {
           constexpr int most = vectors_for(rows);
@@ -87,15 +92,15 @@ template <class Weight> constexpr int INPUTS = std::is_same_v<Weight, BFloat16> 
 
 // Adds to sums the products of INPUTS inputs of rows of x (rows, n_in) with their weights.
 template <int ROWS, int N, class Weight>
-inline void add(Floats (&sums)[ROWS][N], const Weight* weights, const float* x, int64_t n_in) {
+inline void add(Floats (&sums)[ROWS][N], const Weight* weights, int64_t n_words, const float* x, int64_t n_in) {
   for (int second = 0; second < INPUTS<Weight>; second++) {  // both at once are more than 16 registers hold
     Floats values[N];
     for (int v = 0; v < N; v++) {
       if constexpr (INPUTS<Weight> == 2) {
-        Words pairs = load<Words>(weights + 2 * place(v, n_in / 2));
+        Words pairs = load<Words>(weights + 2 * place(v, n_words));
         values[v] = (Floats)(second ? pairs & (int32_t)0xffff0000 : pairs << 16);
       } else {
-        values[v] = floats(weights + place(v, n_in));
+        values[v] = floats(weights + place(v, n_words));
       }
     }
     for (int row = 0; row < ROWS; row++) {
@@ -108,9 +113,10 @@ inline void add(Floats (&sums)[ROWS][N], const Weight* weights, const float* x, 
 #if LANES == 16 && defined(__AVX512BF16__)
 constexpr bool HAS_BFLOAT16_PRODUCTS = true;
 template <int ROWS, int N>
-inline void add(Floats (&sums)[ROWS][N], const BFloat16* weights, const BFloat16* x, int64_t n_in) {
+inline void add(Floats (&sums)[ROWS][N], const BFloat16* weights, int64_t n_words, const BFloat16* x,
+                int64_t n_in) {
   __m512bh pairs[N];
-  for (int v = 0; v < N; v++) pairs[v] = (__m512bh)load<Words>(weights + 2 * place(v, n_in / 2));
+  for (int v = 0; v < N; v++) pairs[v] = (__m512bh)load<Words>(weights + 2 * place(v, n_words));
   for (int row = 0; row < ROWS; row++) {
     __m512bh inputs = (__m512bh)(load<int32_t>(x + row * n_in) - Words{});
     for (int v = 0; v < N; v++) sums[row][v] = (Floats)_mm512_dpbf16_ps((__m512)sums[row][v], pairs[v], inputs);
@@ -120,30 +126,79 @@ inline void add(Floats (&sums)[ROWS][N], const BFloat16* weights, const BFloat16
 constexpr bool HAS_BFLOAT16_PRODUCTS = false;
 #endif
 
-// The rows x (n_rows, n_in) of a call by weights (panels, n_in / INPUTS, PANEL, INPUTS).
+// The rows x (n_rows, n_in) of a call by weights (panels, n_words, PANEL, INPUTS).
 template <class Weight, class Input>
 void multiply(const Call& call, const Weight* weights, const Input* x) {
   constexpr int WORD = INPUTS<Weight>;
-  int64_t n_in = call.n_in, n_words = n_in / WORD;
+  int64_t n_in = call.n_in, n_words = call.n_words;
   call.for_blocks([&](int64_t first, auto n_rows, int64_t vector, auto n) {
     Floats sums[n_rows][n] = {};
     const Weight* from = weights + WORD * place(vector, n_words);
     for (int64_t i = 0; i < n_in; i += WORD, from += WORD * PANEL) {
       prefetch<n, WORD * sizeof(Weight)>(from, n_words);
-      add(sums, from, x + first * n_in + i, n_in);
+      add(sums, from, n_words, x + first * n_in + i, n_in);
     }
     for (int row = 0; row < n_rows; row++) call.write<n>(sums[row], first + row, vector * LANES);
   });
 }
 
-// x (..., n_in) by weights (panels, n_in / INPUTS, PANEL, INPUTS).
+#ifdef HAS_AMX
+// Writes x (n,) as three rows of bfloat16 that add up to it, stride numbers apart.
+inline void split(const float* x, int64_t n, uint16_t* y, int64_t stride) {
+  for (int64_t i = 0; i < n; i++) {
+    float rest = x[i];
+    for (int part = 0; part < 3; part++) {
+      int32_t bits = load<int32_t>(&rest), high = bits & 0xffff0000;
+      bool is_finite = (bits & 0x7f800000) != 0x7f800000;
+      y[part * stride + i] = high >> 16 | (rest != rest ? 0x40 : 0);  // a NaN stays one
+      rest = is_finite ? rest - load<float>(&high) : 0;
+    }
+  }
+}
+
+// The rows of a call, as x (n_rows, PARTS, 2 * n_words) of bfloat16, by weights (panels, n_words, PANEL, 2).
+template <int PARTS>
+void multiply_parts(const Call& call, const void* weights, const void* x) {
+  static const float zeros[PANEL] = {};
+  call.for_panels([&](int64_t first, int64_t last) {
+    auto begin = [](int64_t) { return zeros; };
+    auto write = [&](int64_t row, int64_t panel, const float* sums) {
+      Floats totals[VECTORS] = {};
+      for (int part = PARTS - 1; part >= 0; part--)
+        for (int v = 0; v < VECTORS; v++) totals[v] += load<Floats>(sums + part * PANEL + v * LANES);
+      call.write<VECTORS>(totals, row, panel * PANEL);
+    };
+    for_tiles<PARTS, float>(static_cast<const int32_t*>(x), call.n_rows, static_cast<const int32_t*>(weights),
+                            call.n_words, first, last, begin, write);
+  });
+}
+
+void multiply_by_tiles(const Call& call, const void* weights) {
+  int64_t width = 2 * call.n_words;
+  if (call.inputs.type == Numbers::BFLOAT16 && call.n_in == width)
+    return multiply_parts<1>(call, weights, call.inputs.data);
+  std::vector<float> room;
+  const float* x = call.floats(room);
+  std::vector<uint16_t> parts(call.n_rows * 3 * width);
+  for (int64_t row = 0; row < call.n_rows; row++)
+    split(x + row * call.n_in, call.n_in, &parts[row * 3 * width], width);
+  multiply_parts<3>(call, weights, parts.data());
+}
+#endif
+
+// x (..., n_in) by weights (panels, n_words, PANEL, INPUTS): a word is INPUTS inputs, those behind n_in are zeros.
 Tensor linear(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, int64_t n_out) {
   Call call(x, bias, weights, n_out);
   std::vector<float> room;
   Numbers(weights).with([&](auto* packed) {
-    if constexpr (HAS_BFLOAT16_PRODUCTS && std::is_same_v<decltype(packed), BFloat16*>)
-      if (auto& [data, type] = call.inputs; type == Numbers::BFLOAT16)
-        return multiply(call, packed, static_cast<const BFloat16*>(data));
+    if constexpr (std::is_same_v<decltype(packed), BFloat16*>) {
+#ifdef HAS_AMX
+      if (has_tiles(call.n_words)) return multiply_by_tiles(call, packed);
+#endif
+      if constexpr (HAS_BFLOAT16_PRODUCTS)
+        if (auto& [data, type] = call.inputs; type == Numbers::BFLOAT16)
+          return multiply(call, packed, static_cast<const BFloat16*>(data));
+    }
     multiply(call, packed, call.floats(room));
   });
   return call.result;
@@ -193,7 +248,7 @@ inline float quantize(const float* x, int64_t n, uint8_t* bytes) {
 Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, const Tensor& scales,
                const Tensor& offsets, int64_t n_out) {
   Call call(x, bias, weights, n_out);
-  int64_t n_words = weights.size(1);
+  int64_t n_words = call.n_words;
   auto packed = static_cast<const int8_t*>(weights.data_ptr());
   auto scale = static_cast<const float*>(scales.data_ptr());
   auto offset = static_cast<const int32_t*>(offsets.data_ptr());
@@ -202,6 +257,27 @@ Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor&
   const float* inputs = call.floats(room);
   for (int64_t row = 0; row < call.n_rows; row++)
     steps[row] = quantize(inputs + row * call.n_in, call.n_in, &bytes[row * n_words * 4]);
+  auto write = [&](int64_t row, int64_t output, const Words* sums, auto n) {
+    Floats results[n];
+    for (int v = 0; v < n; v++) {
+      Floats scaled = __builtin_convertvector(sums[v], Floats) * load<Floats>(scale + output + LANES * v);
+      results[v] = scaled * steps[row];
+    }
+    call.write<n>(results, row, output);
+  };
+#ifdef HAS_AMX
+  if (has_tiles(n_words)) {
+    call.for_panels([&](int64_t first, int64_t last) {
+      for_tiles<1, int32_t>(
+          reinterpret_cast<const int32_t*>(bytes.data()), call.n_rows, reinterpret_cast<const int32_t*>(packed),
+          n_words, first, last, [&](int64_t panel) { return offset + panel * PANEL; },
+          [&](int64_t row, int64_t panel, const int32_t* sums) {
+            write(row, panel * PANEL, reinterpret_cast<const Words*>(sums), std::integral_constant<int, VECTORS>());
+          });
+    });
+    return call.result;
+  }
+#endif
   call.for_blocks([&](int64_t first, auto n_rows, int64_t vector, auto n) {
     int64_t output = vector * LANES;
     const int8_t* from = packed + 4 * place(vector, n_words);
@@ -217,14 +293,7 @@ Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor&
         for (int v = 0; v < n; v++) sums[row][v] = dot(sums[row][v], inputs, words[v]);
       }
     }
-    for (int row = 0; row < n_rows; row++) {
-      Floats results[n];
-      for (int v = 0; v < n; v++) {
-        Floats scaled = __builtin_convertvector(sums[row][v], Floats) * load<Floats>(scale + output + LANES * v);
-        results[v] = scaled * steps[first + row];
-      }
-      call.write<n>(results, first + row, output);
-    }
+    for (int row = 0; row < n_rows; row++) write(first + row, output, sums[row], n);
   });
   return call.result;
 }

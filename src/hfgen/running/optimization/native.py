@@ -24,6 +24,8 @@ IS_ARM = platform.machine() in ("aarch64", "arm64")
 LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 #: Outputs whose weights are next to each other in memory. With eight rows, three vectors fill 32 registers with sums.
 PANEL = (4 if IS_ARM else 3 if LANES == 16 else 2) * LANES
+#: Words of an output in a tile of AMX.
+TILE = 16
 #: The first torch whose stable interface for C++ has what the source needs.
 OLDEST_TORCH = (2, 10)
 #: Seconds that a compiler may take; two are usual.
@@ -149,7 +151,7 @@ def of_int8(weight: Tensor) -> Native:
     rounded = (values / scales[:, None]).round().to(torch.int8)
     if failure() is not None:
         return Native(_linear8, (rounded.T.contiguous(), scales), len(weight))
-    panels = _panels(functional.pad(rounded, (0, -weight.shape[1] % 4)))
+    panels = _panels(rounded)
     packed = _words(panels, 4)
     offsets = -128 * panels.sum(-1, dtype=torch.int32).flatten()
     scales = functional.pad(scales, (0, len(offsets) - len(scales)))
@@ -177,5 +179,10 @@ def _panels(weight: Tensor) -> Tensor:
 
 
 def _words(panels: Tensor, n: int) -> Tensor:
-    """``(panels, in / n, PANEL, n)``: ``n`` inputs of an output are next to each other."""
-    return panels.unflatten(2, (-1, n)).transpose(1, 2).contiguous()
+    """``(panels, words, PANEL, n)``: ``n`` inputs of an output are next to each other, with zeros behind the last.
+
+    In memory, panels have whole tiles, except those of words that have one input.
+    """
+    padded = functional.pad(panels, (0, -panels.shape[2] % (n if n == 1 else n * TILE)))
+    words = padded.unflatten(2, (-1, n)).transpose(1, 2).contiguous()
+    return words[:, : -(-panels.shape[2] // n)]

@@ -34,6 +34,8 @@ typedef float Four __attribute__((vector_size(16)));
 typedef int32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+// Bytes between what is read and what memory is asked for.
+constexpr int64_t AHEAD = 16384;
 // Products that are worth a thread.
 constexpr int64_t PER_THREAD = 1 << 18;
 
@@ -64,10 +66,17 @@ inline Floats floats(const Half* from) {
 #endif
 }
 
-// Writes the first width results of N vectors.
+// Writes the first width results, usually those of N vectors: a length that the compiler knows.
+template <int N, class T>
+inline void write(const void* results, T* y, int64_t width) {
+  constexpr int64_t usual = N * LANES;
+  if (width == usual) std::memcpy(y, results, usual * sizeof(T));
+  else std::memcpy(y, results, width * sizeof(T));
+}
+
 template <int N>
 inline void store(const Floats* results, float* y, int64_t width) {
-  std::memcpy(y, results, width * sizeof(float));
+  write<N>(results, y, width);
 }
 
 template <int N>
@@ -78,7 +87,7 @@ inline void store(const Floats* results, BFloat16* y, int64_t width) {
     bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     rounded[v] = __builtin_convertvector((nan & 0x7fc0) | (~nan & bits), Halves);
   }
-  std::memcpy(y, rounded, width * sizeof(BFloat16));
+  write<N>(rounded, y, width);
 }
 
 template <int N>
