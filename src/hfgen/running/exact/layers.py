@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 from ...state import hooks
 from ..optimization.forward import PackedForward, own_forward
 from .attention import NAME, exact_attention
-from .tiles import LINEAR, in_tiles, tiled
+from .tiles import LINEAR, RowWise, in_tiles, tiled
 
 #: Products of activations with a weight, by the functions that models call.
 ADDMM = (torch.addmm, Tensor.addmm)
@@ -84,35 +84,13 @@ class TiledForward:
         if not torch.is_grad_enabled():
             output = _computed(packed, rows)
         elif packed.kernel.weights is None:
-            output = _PackedProduct.apply(rows, module.weight, module.bias, packed)
+            output = RowWise.apply(rows, module.weight, module.bias, partial(_computed, packed))
         else:
             raise ValueError(
                 f"exact: the kernel {packed.kernel.name!r} of hfgen.optimize rounds weights, so it has no "
                 "gradients. Train the model without it, or score under torch.no_grad()."
             )
         return output[: len(own_rows)].reshape(*input.shape[:-1], len(module.weight))
-
-
-class _PackedProduct(torch.autograd.Function):
-    """A packed kernel's product of ``rows (n, in)``, with the gradients of a linear layer."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, packed: Any) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.has_bias = bias is not None
-        return _computed(packed, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        rows, weight = ctx.saved_tensors
-        of_rows, of_weight, of_bias, _ = ctx.needs_input_grad
-        return (
-            gradient @ weight if of_rows else None,
-            gradient.T @ rows if of_weight else None,
-            gradient.sum(dim=0) if ctx.has_bias and of_bias else None,
-            None,
-        )
 
 
 def _computed(packed: PackedForward, rows: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Matrix products whose rows do not depend on how many rows there are.
 
 Libraries choose a kernel by the number of rows, and kernels add a row's products in different orders. Here all calls
-have numbers of rows that give the same bits on this machine, found by trying once for each kind of product.
+have numbers of rows that give the same bits on this machine, found by trying once for each kind of product. Weights that
+hfgen's own kernel takes as they are need none of this.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..optimization import native
 
 #: Queries of a tile of attention, and the fewest rows of a call.
 TILE = 4
@@ -31,11 +34,37 @@ def in_tiles(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
+class RowWise(torch.autograd.Function):
+    """``product(rows (n, in))`` by a kernel of hfgen, with the gradients of a linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, product: Any) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.has_bias = bias is not None
+        return product(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        rows, weight = ctx.saved_tensors
+        of_rows, of_weight, of_bias, _ = ctx.needs_input_grad
+        return (
+            gradient @ weight if of_rows else None,
+            gradient.T @ rows if of_weight else None,
+            gradient.sum(dim=0) if ctx.has_bias and of_bias else None,
+            None,
+        )
+
+
 def tiled(
     product: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """``product(rows, weight, bias)`` of the rows of ``input (…, in)``, or of those of each batch if ``weight`` has batches."""
     rows = input if weight.dim() == 3 else input.reshape(-1, input.shape[-1])
+    if product in LINEAR and weight.dtype == input.dtype and native.has_tiles(weight):
+        kernel = native.of_numbers(weight, weight.dtype)
+        output = RowWise.apply(rows, weight, bias, lambda rows: kernel(rows, bias))
+        return output.reshape(*input.shape[:-1], output.shape[-1])
     others = (weight,) if bias is None else (weight, bias)
     shapes = tuple((other.shape, other.stride(), other.dtype) for other in others)
     kind = product, shapes, torch.get_num_threads()

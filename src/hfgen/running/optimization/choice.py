@@ -123,13 +123,13 @@ def optimize(
         n_bytes = module.weight.numel() * module.weight.element_size()
         if (kernel := chosen.get(name)) is not None:
             vars(module)["forward"] = forward = PackedForward(module, kernel.name)
-            forward.packed()  # here, and not in the first call
+            packed = forward.packed()  # here, and not in the first call
             if folder is not None:
                 forward.move(folder.holding(module.weight))
                 file_bytes += n_bytes
             if kernel.bits is not None:
                 n_bytes = module.weight.numel() * kernel.bits // 8  # but for scales and padding
-            extra_bytes += n_bytes
+            extra_bytes += n_bytes if folder or packed is None or packed.is_copy else 0
         read_bytes += n_bytes
     # glibc keeps what was freed; others have no such call
     with suppress(AttributeError, OSError, TypeError):

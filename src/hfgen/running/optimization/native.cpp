@@ -1,13 +1,13 @@
-// Products of activations with packed weights for few rows, or for any number with AMX (``amx.h``), and attention
-// (``attention.h``).
+// Products of activations with packed weights for few rows, or with weights as they are for any number (``amx.h``), and
+// attention (``attention.h``).
 //
 // Each weight is read once, in the order of memory. A panel has the weights of PANEL outputs: words with two or four
 // inputs of an output, then the next inputs. Sums are float32, over the inputs in their order, or integers, which are
 // exact: a row's results depend on nothing but the row. Registers hold the sums of up to eight rows; where a panel is
 // narrow, those of several panels for one or two. Activations and results are float32, bfloat16 or float16.
 
-#include "attention.h"
 #include "amx.h"
+#include "attention.h"
 
 namespace {
 
@@ -15,6 +15,8 @@ namespace {
 // does not wait for itself.
 constexpr int vectors_for(int rows) { return VECTORS > 2 || rows > 2 ? VECTORS : 8 / rows; }
 constexpr int MOST_ROWS = VECTORS == 3 ? 8 : 6;
+// Bytes between what is read and what memory is asked for.
+constexpr int64_t AHEAD = 16384;
 // Panels whose rows are done before the next ones.
 constexpr int64_t GROUP = vectors_for(1) / VECTORS;
 
@@ -34,14 +36,15 @@ inline void prefetch(const void* weights, int64_t n_words) {
 struct Call {
   Tensor rows, result;
   Numbers inputs, outputs;
-  int64_t n_in, n_out, n_rows, n_words;  // words from an output to that of the next panel
+  int64_t n_in, n_out, n_rows;
   std::vector<float> bias;  // as wide as the panels, or empty
 
   Call(const Tensor& x, const std::optional<Tensor>& added, const Tensor& weights, int64_t n_out)
       : rows(dense(x)), result(room(rows, n_out)), inputs(rows), outputs(result), n_in(x.size(-1)), n_out(n_out),
-        n_rows(n_in ? rows.numel() / n_in : 0), n_words(weights.stride(0) / weights.stride(1)) {
-    int64_t rest = weights.size(1) * weights.size(3) - n_in;  // zeros of the last word
-    bool fits = rest >= 0 && rest < weights.size(3) && n_words >= weights.size(1) && weights.size(0) * PANEL >= n_out;
+        n_rows(n_in ? rows.numel() / n_in : 0) {
+    bool fits = weights.size(0) == n_out && weights.size(1) == n_in && weights.is_contiguous();
+    if (weights.dim() == 4) fits = weights.size(1) * weights.size(3) >= n_in && weights.size(0) * PANEL >= n_out;
+    else fits = fits && has_tiles() && n_in * weights.element_size() % 64 == 0;
     fits = fits && (!added || added->numel() == n_out);
     STD_TORCH_CHECK(fits, "hfgen's product got shapes that do not fit each other");
     if (!added) return;
@@ -64,16 +67,16 @@ struct Call {
     outputs.with([&](auto* y) { store<N>(sums, y + row * n_out + output, width); });
   }
 
-  // Calls run(first, last) for the panels that threads share.
-  template <class Run> void for_panels(Run run) const {
-    int64_t grain = std::max<int64_t>(1, PER_THREAD / std::max<int64_t>(1, n_rows * n_in * PANEL));
-    torch::stable::parallel_for(0, (n_out + PANEL - 1) / PANEL, grain, run);
+  // Calls run(first, last) for parts of the outputs, of step each, which threads share.
+  template <class Run> void for_parts(int64_t step, Run run) const {
+    int64_t grain = std::max<int64_t>(1, PER_THREAD / std::max<int64_t>(1, n_rows * n_in * step));
+    torch::stable::parallel_for(0, (n_out + step - 1) / step, grain, run);
   }
 
   // Calls run(first row, number of rows, first vector of outputs, number of vectors) for all results; a vector has
   // LANES outputs.
   template <class Run> void for_blocks(Run run) const {
-    for_panels([&](int64_t first, int64_t last) {
+    for_parts(PANEL, [&](int64_t first, int64_t last) {
       for (int64_t panel = first; panel < last; panel += GROUP)
         for_rows<MOST_ROWS, 6, 4, 2, 1>(n_rows, [&](int64_t row, auto rows) {
           constexpr int most = vectors_for(rows);
@@ -92,15 +95,15 @@ template <class Weight> constexpr int INPUTS = std::is_same_v<Weight, BFloat16> 
 
 // Adds to sums the products of INPUTS inputs of rows of x (rows, n_in) with their weights.
 template <int ROWS, int N, class Weight>
-inline void add(Floats (&sums)[ROWS][N], const Weight* weights, int64_t n_words, const float* x, int64_t n_in) {
+inline void add(Floats (&sums)[ROWS][N], const Weight* weights, const float* x, int64_t n_in) {
   for (int second = 0; second < INPUTS<Weight>; second++) {  // both at once are more than 16 registers hold
     Floats values[N];
     for (int v = 0; v < N; v++) {
       if constexpr (INPUTS<Weight> == 2) {
-        Words pairs = load<Words>(weights + 2 * place(v, n_words));
+        Words pairs = load<Words>(weights + 2 * place(v, n_in / 2));
         values[v] = (Floats)(second ? pairs & (int32_t)0xffff0000 : pairs << 16);
       } else {
-        values[v] = floats(weights + place(v, n_words));
+        values[v] = floats(weights + place(v, n_in));
       }
     }
     for (int row = 0; row < ROWS; row++) {
@@ -113,10 +116,9 @@ inline void add(Floats (&sums)[ROWS][N], const Weight* weights, int64_t n_words,
 #if LANES == 16 && defined(__AVX512BF16__)
 constexpr bool HAS_BFLOAT16_PRODUCTS = true;
 template <int ROWS, int N>
-inline void add(Floats (&sums)[ROWS][N], const BFloat16* weights, int64_t n_words, const BFloat16* x,
-                int64_t n_in) {
+inline void add(Floats (&sums)[ROWS][N], const BFloat16* weights, const BFloat16* x, int64_t n_in) {
   __m512bh pairs[N];
-  for (int v = 0; v < N; v++) pairs[v] = (__m512bh)load<Words>(weights + 2 * place(v, n_words));
+  for (int v = 0; v < N; v++) pairs[v] = (__m512bh)load<Words>(weights + 2 * place(v, n_in / 2));
   for (int row = 0; row < ROWS; row++) {
     __m512bh inputs = (__m512bh)(load<int32_t>(x + row * n_in) - Words{});
     for (int v = 0; v < N; v++) sums[row][v] = (Floats)_mm512_dpbf16_ps((__m512)sums[row][v], pairs[v], inputs);
@@ -126,79 +128,67 @@ inline void add(Floats (&sums)[ROWS][N], const BFloat16* weights, int64_t n_word
 constexpr bool HAS_BFLOAT16_PRODUCTS = false;
 #endif
 
-// The rows x (n_rows, n_in) of a call by weights (panels, n_words, PANEL, INPUTS).
+// The rows x (n_rows, n_in) of a call by weights (panels, n_in / INPUTS, PANEL, INPUTS).
 template <class Weight, class Input>
 void multiply(const Call& call, const Weight* weights, const Input* x) {
   constexpr int WORD = INPUTS<Weight>;
-  int64_t n_in = call.n_in, n_words = call.n_words;
+  int64_t n_in = call.n_in, n_words = n_in / WORD;
   call.for_blocks([&](int64_t first, auto n_rows, int64_t vector, auto n) {
     Floats sums[n_rows][n] = {};
     const Weight* from = weights + WORD * place(vector, n_words);
     for (int64_t i = 0; i < n_in; i += WORD, from += WORD * PANEL) {
       prefetch<n, WORD * sizeof(Weight)>(from, n_words);
-      add(sums, from, n_words, x + first * n_in + i, n_in);
+      add(sums, from, x + first * n_in + i, n_in);
     }
     for (int row = 0; row < n_rows; row++) call.write<n>(sums[row], first + row, vector * LANES);
   });
 }
 
 #ifdef HAS_AMX
-// Writes x (n,) as three rows of bfloat16 that add up to it, stride numbers apart.
-inline void split(const float* x, int64_t n, uint16_t* y, int64_t stride) {
+// Writes x (n,) as three rows of bfloat16 that add up to it.
+inline void split(const float* x, int64_t n, uint16_t* rows) {
   for (int64_t i = 0; i < n; i++) {
     float rest = x[i];
     for (int part = 0; part < 3; part++) {
       int32_t bits = load<int32_t>(&rest), high = bits & 0xffff0000;
       bool is_finite = (bits & 0x7f800000) != 0x7f800000;
-      y[part * stride + i] = high >> 16 | (rest != rest ? 0x40 : 0);  // a NaN stays one
+      rows[part * n + i] = high >> 16 | (rest != rest ? 0x40 : 0);  // a NaN stays one
       rest = is_finite ? rest - load<float>(&high) : 0;
     }
   }
 }
 
-// The rows of a call, as x (n_rows, PARTS, 2 * n_words) of bfloat16, by weights (panels, n_words, PANEL, 2).
-template <int PARTS>
-void multiply_parts(const Call& call, const void* weights, const void* x) {
-  static const float zeros[PANEL] = {};
-  call.for_panels([&](int64_t first, int64_t last) {
-    auto begin = [](int64_t) { return zeros; };
-    auto write = [&](int64_t row, int64_t panel, const float* sums) {
-      Floats totals[VECTORS] = {};
-      for (int part = PARTS - 1; part >= 0; part--)
-        for (int v = 0; v < VECTORS; v++) totals[v] += load<Floats>(sums + part * PANEL + v * LANES);
-      call.write<VECTORS>(totals, row, panel * PANEL);
-    };
-    for_tiles<PARTS, float>(static_cast<const int32_t*>(x), call.n_rows, static_cast<const int32_t*>(weights),
-                            call.n_words, first, last, begin, write);
-  });
-}
-
-void multiply_by_tiles(const Call& call, const void* weights) {
-  int64_t width = 2 * call.n_words;
-  if (call.inputs.type == Numbers::BFLOAT16 && call.n_in == width)
-    return multiply_parts<1>(call, weights, call.inputs.data);
+// The rows of a call by weights (n_out, n_in).
+void multiply_as_they_are(const Call& call, const Tensor& weights) {
+  STD_TORCH_CHECK(Numbers(weights).type == Numbers::BFLOAT16, "hfgen's tiles take weights of bfloat16");
+  auto multiply = [&](const void* x, auto parts) {
+    auto blocks = in_blocks(x, call.n_rows * parts, call.n_in / 2, TILE / parts * parts);
+    call.for_parts(OUTPUTS, [&](int64_t first, int64_t last) {
+      for_tiles<parts, Floats>(blocks.get(), call.n_rows, weights.data_ptr(), call.n_in / 2, first * OUTPUTS,
+                               std::min(call.n_out, last * OUTPUTS),
+                               [&](auto row, auto output, auto* sums, auto n) { call.write<n>(sums, row, output); });
+    });
+  };
+  if (call.inputs.type == Numbers::BFLOAT16) return multiply(call.inputs.data, std::integral_constant<int, 1>());
   std::vector<float> room;
+  auto parts = std::make_unique_for_overwrite<uint16_t[]>(3 * call.n_rows * call.n_in);
   const float* x = call.floats(room);
-  std::vector<uint16_t> parts(call.n_rows * 3 * width);
-  for (int64_t row = 0; row < call.n_rows; row++)
-    split(x + row * call.n_in, call.n_in, &parts[row * 3 * width], width);
-  multiply_parts<3>(call, weights, parts.data());
+  for (int64_t row = 0; row < call.n_rows; row++) split(x + row * call.n_in, call.n_in, &parts[3 * row * call.n_in]);
+  multiply(parts.get(), std::integral_constant<int, 3>());
 }
 #endif
 
-// x (..., n_in) by weights (panels, n_words, PANEL, INPUTS): a word is INPUTS inputs, those behind n_in are zeros.
+// x (..., n_in) by weights (panels, n_in / INPUTS, PANEL, INPUTS), or (n_out, n_in) of bfloat16 if there are tiles.
 Tensor linear(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, int64_t n_out) {
   Call call(x, bias, weights, n_out);
+#ifdef HAS_AMX
+  if (weights.dim() == 2) return multiply_as_they_are(call, weights), call.result;
+#endif
   std::vector<float> room;
   Numbers(weights).with([&](auto* packed) {
-    if constexpr (std::is_same_v<decltype(packed), BFloat16*>) {
-#ifdef HAS_AMX
-      if (has_tiles(call.n_words)) return multiply_by_tiles(call, packed);
-#endif
-      if constexpr (HAS_BFLOAT16_PRODUCTS)
-        if (auto& [data, type] = call.inputs; type == Numbers::BFLOAT16)
-          return multiply(call, packed, static_cast<const BFloat16*>(data));
-    }
+    if constexpr (HAS_BFLOAT16_PRODUCTS && std::is_same_v<decltype(packed), BFloat16*>)
+      if (auto& [data, type] = call.inputs; type == Numbers::BFLOAT16)
+        return multiply(call, packed, static_cast<const BFloat16*>(data));
     multiply(call, packed, call.floats(room));
   });
   return call.result;
@@ -243,12 +233,13 @@ inline float quantize(const float* x, int64_t n, uint8_t* bytes) {
   return largest / 127;
 }
 
-// x (..., n_in), each row rounded to int8 by its largest value, by weights (panels, n_words, PANEL, 4). scales and
-// offsets (outputs,): what a step of the weight is worth, and -128 times the sum of the weights.
+// x (..., n_in), each row rounded to int8 by its largest value, by weights (panels, n_words, PANEL, 4), or (n_out, n_in)
+// if there are tiles. scales and offsets (outputs of panels,): what a step of the weight is worth, and -128 times the
+// sum of the weights.
 Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, const Tensor& scales,
                const Tensor& offsets, int64_t n_out) {
   Call call(x, bias, weights, n_out);
-  int64_t n_words = call.n_words;
+  int64_t n_words = weights.dim() == 2 ? call.n_in / 4 : weights.size(1);
   auto packed = static_cast<const int8_t*>(weights.data_ptr());
   auto scale = static_cast<const float*>(scales.data_ptr());
   auto offset = static_cast<const int32_t*>(offsets.data_ptr());
@@ -260,30 +251,26 @@ Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor&
   auto write = [&](int64_t row, int64_t output, const Words* sums, auto n) {
     Floats results[n];
     for (int v = 0; v < n; v++) {
-      Floats scaled = __builtin_convertvector(sums[v], Floats) * load<Floats>(scale + output + LANES * v);
+      Words products = ZERO ? sums[v] + load<Words>(offset + output + LANES * v) : sums[v];
+      Floats scaled = __builtin_convertvector(products, Floats) * load<Floats>(scale + output + LANES * v);
       results[v] = scaled * steps[row];
     }
     call.write<n>(results, row, output);
   };
 #ifdef HAS_AMX
-  if (has_tiles(n_words)) {
-    call.for_panels([&](int64_t first, int64_t last) {
-      for_tiles<1, int32_t>(
-          reinterpret_cast<const int32_t*>(bytes.data()), call.n_rows, reinterpret_cast<const int32_t*>(packed),
-          n_words, first, last, [&](int64_t panel) { return offset + panel * PANEL; },
-          [&](int64_t row, int64_t panel, const int32_t* sums) {
-            write(row, panel * PANEL, reinterpret_cast<const Words*>(sums), std::integral_constant<int, VECTORS>());
-          });
+  if (weights.dim() == 2) {
+    auto blocks = in_blocks(bytes.data(), call.n_rows, n_words, TILE);
+    call.for_parts(OUTPUTS, [&](int64_t first, int64_t last) {
+      last = std::min(n_out, last * OUTPUTS);
+      for_tiles<1, Words>(blocks.get(), call.n_rows, packed, n_words, first * OUTPUTS, last, write);
     });
     return call.result;
   }
 #endif
   call.for_blocks([&](int64_t first, auto n_rows, int64_t vector, auto n) {
-    int64_t output = vector * LANES;
     const int8_t* from = packed + 4 * place(vector, n_words);
     const uint8_t* x = &bytes[first * n_words * 4];
     Words sums[n_rows][n] = {};
-    for (int row = 0; ZERO && row < n_rows; row++) std::memcpy(sums[row], offset + output, sizeof sums[row]);
     for (int64_t i = 0; i < n_words; i++, from += 4 * PANEL) {
       prefetch<n, 4>(from, n_words);
       Words words[n];
@@ -293,7 +280,7 @@ Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor&
         for (int v = 0; v < n; v++) sums[row][v] = dot(sums[row][v], inputs, words[v]);
       }
     }
-    for (int row = 0; row < n_rows; row++) write(first + row, output, sums[row], n);
+    for (int row = 0; row < n_rows; row++) write(first + row, vector * LANES, sums[row], n);
   });
   return call.result;
 }
@@ -301,9 +288,14 @@ Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor&
 }  // namespace
 
 STABLE_TORCH_LIBRARY(hfgen_native, library) {
+  library.def("has_tiles() -> bool");
   library.def("linear(Tensor x, Tensor? bias, Tensor weights, int n_out) -> Tensor");
   library.def("linear8(Tensor x, Tensor? bias, Tensor weights, Tensor scales, Tensor offsets, int n_out) -> Tensor");
   library.def("attention(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hfgen_native, CompositeExplicitAutograd, library) {
+  library.impl("has_tiles", TORCH_BOX(&has_tiles));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hfgen_native, CPU, library) {

@@ -24,8 +24,6 @@ IS_ARM = platform.machine() in ("aarch64", "arm64")
 LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 #: Outputs whose weights are next to each other in memory. With eight rows, three vectors fill 32 registers with sums.
 PANEL = (4 if IS_ARM else 3 if LANES == 16 else 2) * LANES
-#: Words of an output in a tile of AMX.
-TILE = 16
 #: The first torch whose stable interface for C++ has what the source needs.
 OLDEST_TORCH = (2, 10)
 #: Seconds that a compiler may take; two are usual.
@@ -133,11 +131,13 @@ class Native:
 def of_numbers(weight: Tensor, dtype: torch.dtype) -> Native:
     """A weight ``(out, in)`` as numbers of ``dtype``: float32, float16, or bfloat16, which is for an even width.
 
-    Raises ``RuntimeError`` without the operator.
+    With AMX, a weight of bfloat16 is used as it is, without a copy. Raises ``RuntimeError`` without the operator.
     """
     if (reason := failure()) is not None:
         raise RuntimeError(reason)
-    packed = _words(_panels(weight.detach().to(dtype)), 2 if dtype == torch.bfloat16 else 1)
+    packed = weight.detach().to(dtype)
+    if not has_tiles(packed):
+        packed = _words(_panels(packed), 2 if dtype == torch.bfloat16 else 1)
     return Native(torch.ops.hfgen_native.linear.default, (packed,), len(weight))
 
 
@@ -151,8 +151,8 @@ def of_int8(weight: Tensor) -> Native:
     rounded = (values / scales[:, None]).round().to(torch.int8)
     if failure() is not None:
         return Native(_linear8, (rounded.T.contiguous(), scales), len(weight))
-    panels = _panels(rounded)
-    packed = _words(panels, 4)
+    panels = _panels(functional.pad(rounded, (0, -weight.shape[1] % 4)))
+    packed = rounded if has_tiles(rounded) else _words(panels, 4)
     offsets = -128 * panels.sum(-1, dtype=torch.int32).flatten()
     scales = functional.pad(scales, (0, len(offsets) - len(scales)))
     return Native(torch.ops.hfgen_native.linear8.default, (packed, scales, offsets), len(weight))
@@ -173,16 +173,24 @@ def _linear8(x: Tensor, bias: Tensor | None, weights: Tensor, scales: Tensor, n_
     return result.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
+def has_tiles(weight: Tensor) -> bool:
+    """Whether the operators take a weight ``(out, in)`` as it is: bfloat16 or int8, on a processor with AMX."""
+    fits = weight.dtype in (torch.bfloat16, torch.int8) and weight.dim() == 2
+    n_bytes = weight.shape[-1] * weight.element_size()
+    return fits and n_bytes % 64 == 0 and weight.is_contiguous() and _has_amx()
+
+
+@cache
+def _has_amx() -> bool:
+    is_known = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return is_known and failure() is None and torch.ops.hfgen_native.has_tiles()
+
+
 def _panels(weight: Tensor) -> Tensor:
     """``(panels, PANEL, in)``; outputs that are missing in the last one are zeros."""
     return functional.pad(weight, (0, 0, 0, -len(weight) % PANEL)).unflatten(0, (-1, PANEL))
 
 
 def _words(panels: Tensor, n: int) -> Tensor:
-    """``(panels, words, PANEL, n)``: ``n`` inputs of an output are next to each other, with zeros behind the last.
-
-    In memory, panels have whole tiles, except those of words that have one input.
-    """
-    padded = functional.pad(panels, (0, -panels.shape[2] % (n if n == 1 else n * TILE)))
-    words = padded.unflatten(2, (-1, n)).transpose(1, 2).contiguous()
-    return words[:, : -(-panels.shape[2] // n)]
+    """``(panels, in / n, PANEL, n)``: ``n`` inputs of an output are next to each other."""
+    return panels.unflatten(2, (-1, n)).transpose(1, 2).contiguous()

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -34,8 +35,6 @@ typedef float Four __attribute__((vector_size(16)));
 typedef int32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-// Bytes between what is read and what memory is asked for.
-constexpr int64_t AHEAD = 16384;
 // Products that are worth a thread.
 constexpr int64_t PER_THREAD = 1 << 18;
 
