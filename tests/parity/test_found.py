@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity import caches, invariants, speculation
 from tests.parity.cache_kinds import Cached
-from tests.parity.harness import Case, check, sequences
+from tests.parity.harness import Case, check, compare, ours, run, sequences, upstream
 from tests.parity.invariants import Lawful
 from tests.parity.options import ASSISTED, BEAM, BEAM_SAMPLE, GREEDY, SAMPLE
 from tests.parity.speculation import Speculated
@@ -242,6 +242,16 @@ def test_greedy_beside_upstream(reason: str, case: Case) -> None:
 def test_beside_upstream(case: Case) -> None:
     report = check(case)
     assert (report.differences, report.excused) == ([], None)
+
+
+def test_beams_of_an_encoder_decoder_whose_positions_are_none() -> None:
+    case = Case("moonshine_streaming", BEAM, 2)
+    theirs, mine = (
+        run(build(case.family), case, amend=lambda call: call.kwargs.update(position_ids=None))
+        for build in (upstream, ours)
+    )
+    assert theirs.error is None
+    assert compare(theirs, mine) == []
 
 
 @pytest.mark.parametrize("cached", CACHED.values(), ids=CACHED)

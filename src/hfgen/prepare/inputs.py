@@ -51,6 +51,8 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
         if name == "inputs_embeds":  # without a cache, the embeddings would be fed at every step
             call.config.use_cache = True
         _prepare_mask_and_positions(model, call, prompt, has_mask)
+    elif model_kwargs.get("position_ids") is None:  # Whisper, Moonshine pass it on beside theirs
+        model_kwargs.pop("position_ids", None)
     is_encoded = model_kwargs.get("encoder_outputs") is not None
     if not is_encoded or model_kwargs.get("mm_encoder_outputs") is None:
         with nullcontext() if call.ranks is None else call.ranks.encoding(model, call, prompt):
