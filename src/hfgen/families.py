@@ -28,6 +28,7 @@ EXACT_ATTENTION, EXACT_KEYS = "hfgen_exact", 512
 #: The name under which forwards take and return the KV cache: ``past_key_values`` before transformers 5.24.
 CACHE: str = ALL_CACHE_NAMES[0]
 IS_5_24 = CACHE == "cache"
+IS_5_23 = version.parse(transformers.__version__) >= version.parse("5.23.0")
 #: The cache's names in older code.
 FORMER_NAMES = {"past_key_values", "cache_params"} if IS_5_24 else set()
 
@@ -161,12 +162,6 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(moved(item, device) for item in value)
     return value
-
-
-@functools.cache
-def penalty_spares_padding() -> bool:
-    """Whether ``repetition_penalty`` leaves left padding out: since transformers 5.23."""
-    return version.parse(transformers.__version__) >= version.parse("5.23.0")
 
 
 def cache_argument(model: Any) -> str:

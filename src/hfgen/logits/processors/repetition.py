@@ -207,7 +207,7 @@ def encoder_repetition_penalty(value: float, context: Context) -> upstream.Logit
 
 def repetition_penalty(penalty: Any, context: Context) -> RepetitionPenaltyLogitsProcessor:
     warn_without_prompt(context, "repetition_penalty")
-    n_pads = context.n_pads if families.penalty_spares_padding() else None
+    n_pads = context.n_pads if families.IS_5_23 else None  # before, padding counts
     return RepetitionPenaltyLogitsProcessor(penalty, n_pads, *_restriction(context))
 
 
