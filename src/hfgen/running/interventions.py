@@ -71,6 +71,13 @@ class Edit:
         self.rows = None if rows is None else _integers("rows", rows)
         self.tokens = tokens if isinstance(tokens, str) else _integers("tokens", tokens)
 
+    def check_rows(self, n_prompts: int) -> None:
+        """Raise ``ValueError`` for rows that do not exist."""
+        if self.rows is not None and max(self.rows) >= n_prompts:
+            raise ValueError(
+                f"`rows` of an intervention are {self.rows}, but there are {n_prompts}."
+            )
+
     def __call__(self, hidden: Tensor, where: Where) -> Tensor:
         """``hidden`` with the rows and tokens changed that the edit is for."""
         mask = torch.ones_like(where.positions, dtype=torch.bool)
@@ -209,10 +216,7 @@ def of_call(model: Any, call: Call) -> Interventions | None:
     n_prompts = call.prompt.batch_size
     placed = [(edit, list(modules_named(model, edit.module).values())) for edit in edits]
     for edit in edits:
-        if edit.rows is not None and max(edit.rows) >= n_prompts:
-            raise ValueError(
-                f"`rows` of an intervention are {edit.rows}, but there are {n_prompts}."
-            )
+        edit.check_rows(n_prompts)
     if call.strategy is None:
         raise ValueError(f"`interventions` need hfgen's loop, and {call.who} decodes by itself.")
     for name, reason in REFUSED.items():

@@ -85,10 +85,7 @@ def edits_of(edits: Any, index: int, n_rows: int) -> Any:
     of_row = []
     for edit in edits:
         if isinstance(edit, Edit) and edit.rows is not None:
-            if max(edit.rows) >= n_rows:
-                raise ValueError(
-                    f"`rows` of an intervention are {edit.rows}, but there are {n_rows}."
-                )
+            edit.check_rows(n_rows)
             if index not in edit.rows:
                 continue
             edit = copy.copy(edit)
