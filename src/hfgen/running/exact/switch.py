@@ -143,14 +143,13 @@ def exact(model: T) -> T:
         vars(model)["exactness"] = Report(operations, former, modules)
     except BaseException as error:
         undo(model)
-        if isinstance(error, ValueError) and str(error).startswith("exact: "):
+        is_refusal = isinstance(error, ValueError) and str(error).startswith("exact: ")
+        if is_refusal or not isinstance(error, Exception):
             raise
-        if isinstance(error, Exception):  # of a forward that does not take what others do
-            raise ValueError(
-                f"exact: {type(model).__name__} could not be tried on rows of random tokens: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        raise
+        raise ValueError(  # a forward does not take what others do
+            f"exact: {type(model).__name__} could not be tried on rows of random tokens: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return model
 
 
