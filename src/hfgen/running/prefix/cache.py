@@ -27,7 +27,7 @@ from transformers import DynamicCache
 from ... import families
 from ...families import CACHE
 from ...memory import fingerprint
-from ...settings.fields import FieldError
+from ...settings.kinds import check_integer
 from .radix import Forest, KeyValues, Match, Node
 
 FORMAT = "hfgen prefixes 2"
@@ -63,9 +63,7 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int = 2 * 1024**3) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
-            value = f"{max_bytes!r} ({type(max_bytes).__name__})"
-            raise FieldError(f"`max_bytes` has to be a positive integer, but is {value}.")
+        check_integer(max_bytes, "max_bytes", 1)
         self.max_bytes = max_bytes
         self._lock = Lock()
         self._forest = Forest(max_bytes)
