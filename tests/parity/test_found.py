@@ -244,10 +244,17 @@ def test_beside_upstream(case: Case) -> None:
     assert (report.differences, report.excused) == ([], None)
 
 
-def test_beams_of_an_encoder_decoder_whose_positions_are_none() -> None:
-    case = Case("moonshine_streaming", BEAM, 2)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (Case("moonshine_streaming", BEAM, 2), "position_ids"),
+        (Case("whisper", SAMPLE, 2), "num_beams"),
+        (Case("dia", GREEDY, 2), "num_beams"),
+    ],
+)
+def test_arguments_that_are_none(case: Case, name: str) -> None:
     theirs, mine = (
-        run(build(case.family), case, amend=lambda call: call.kwargs.update(position_ids=None))
+        run(build(case.family), case, amend=lambda call: call.kwargs.update({name: None}))
         for build in (upstream, ours)
     )
     assert theirs.error is None

@@ -63,6 +63,14 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
     mode_kwargs = model._extract_generation_mode_kwargs(request.custom_generate, kwargs, *others)
     config, model_kwargs = model._prepare_generation_config(request.generation_config, **kwargs)
     params = None if split is None else rows.resolve(model, *split)
+    for each in [config] if params is None else params.configs:
+        needed = [("num_beams", True), ("num_return_sequences", True)]
+        needed += [("max_length", each.max_new_tokens is None)]
+        needed += [("length_penalty", (each.num_beams or 1) > 1)]
+        for name, is_needed in needed:
+            # Not by the hook: a model's own generate makes a config by it, whose None is a default.
+            if is_needed and getattr(each, name) is None:
+                raise FieldError(f"`{name}` has to be {FIELDS[name].kind.words}, but is None.")
     if params is None:
         mode = MODES[config.get_generation_mode(request.assistant_model)]
     else:
@@ -173,12 +181,6 @@ def prepare_generation_config(
         config.eos_token_id = None
         if config.pad_token_id is None:
             config.pad_token_id = eos[0] if isinstance(eos, list) else eos
-    needed = [("num_beams", True), ("num_return_sequences", True)]
-    needed += [("max_length", config.max_new_tokens is None)]
-    needed += [("length_penalty", (config.num_beams or 1) > 1)]
-    for name, is_needed in needed:
-        if is_needed and getattr(config, name) is None:  # an argument: a config has its default
-            raise FieldError(f"`{name}` has to be {FIELDS[name].kind.words}, but is None.")
     if config.max_new_tokens == vllm.TO_LAST_POSITION:
         if (n_positions := families.max_positions(self)) is None:
             raise ValueError(
