@@ -38,7 +38,9 @@ class RowWise(torch.autograd.Function):
     """``product(rows (n, in))`` by a kernel of hfgen, with the gradients of a linear layer."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, product: Any) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, product: Any
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.has_bias = bias is not None
         return product(rows)

@@ -37,7 +37,9 @@ class Packed:
     @property
     def is_copy(self) -> bool:
         """Whether the packed weight has memory of its own: some are used as they are."""
-        return all(tensor.data_ptr() != self.address for tensor in getattr(self.product, "tensors", ()))
+        return all(
+            tensor.data_ptr() != self.address for tensor in getattr(self.product, "tensors", ())
+        )
 
     def is_of(self, weight: Tensor | None) -> bool:
         """Whether ``weight`` is the one that was packed, and unchanged: edits of ``.data`` show by samples only."""
