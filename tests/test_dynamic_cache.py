@@ -493,6 +493,37 @@ def test_compiled_code_may_update_a_layer() -> None:
     assert layer.keys.shape[2] == 6
 
 
+class Quantised(Tensor):
+    """As quanto's activations: an operation on one alone or on all, but no copy into another tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert function is not Tensor.copy_ or type(args[0]) is cls
+        result = super().__torch_function__(function, types, args, kwargs)
+        is_buffer = function in (Tensor.new_empty, Tensor.new_zeros)
+        return result.as_subclass(Tensor) if is_buffer else result
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("length", [5, 400])
+def test_quantised_values_are_upstreams_business(cache: str, length: int) -> None:
+    """quanto's activations: values come from a quantised layer, and keys were rotated."""
+    theirs = tiny.llama(max_position_embeddings=512)
+    theirs.generation_config.eos_token_id = None
+    for layer in theirs.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(lambda m, i, out: out.as_subclass(Quantised))
+    ours = hfgen.mix_into(copy.deepcopy(theirs))
+    for options in ({}, {"do_sample": True}, {"num_beams": 3}):
+        tokens = []
+        for model in (theirs, ours):
+            torch.manual_seed(0)
+            options |= {"max_new_tokens": 6, "cache_implementation": cache}
+            tokens.append(model.generate(tiny.prompt(length=length), **options))
+        assert torch.equal(*tokens), options
+
+
 # ---------------------------------------------------------------- the cache
 
 

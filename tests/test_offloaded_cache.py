@@ -378,7 +378,7 @@ def test_states_come_to_the_device_of_the_model_and_stay_on_the_host(
     monkeypatch: pytest.MonkeyPatch, concatenated: int
 ) -> None:
     """Tensors without numbers, which know their device and refuse to be mixed."""
-    monkeypatch.setattr(dynamic, "grows_in_place", lambda states: True)
+    monkeypatch.setattr(dynamic, "grows_in_place", lambda *states: True)
     monkeypatch.setattr(growing, "CONCATENATED", concatenated)
     cache = OffloadedCache(config(1))
 

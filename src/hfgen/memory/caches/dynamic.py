@@ -42,11 +42,11 @@ def _growing(name: str) -> Any:
     )
 
 
-def grows_in_place(states: Tensor) -> bool:
-    """Whether ``states`` may be written into a buffer: not with gradients, subclasses, or tracers."""
+def grows_in_place(keys: Tensor, values: Tensor) -> bool:
+    """Whether these may be written into buffers: not with gradients, subclasses, or tracers."""
     # Gradients need the tensors of earlier steps unchanged; the others know only upstream's operations.
     is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return type(states) is Tensor and not is_recorded
+    return type(keys) is type(values) is Tensor and not is_recorded
 
 
 #: Which of upstream's classes a layer of hfgen's stands for.
@@ -119,7 +119,7 @@ class GrowingLayer(TakesRows, cache_utils.DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The keys and values of all tokens so far, with those of the new ones."""
-        if not grows_in_place(key_states):
+        if not grows_in_place(key_states, value_states):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -128,8 +128,7 @@ class GrowingLayer(TakesRows, cache_utils.DynamicLayer):
 
     def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
         """Room for ``n`` more tokens, which the caller writes: keys, values, and where in them it begins."""
-        start = self._keys.view.shape[-2]
-        spare = self._growth.spare
+        start, spare = self._keys.view.shape[-2], self._growth.spare
         return self._keys.reserve(n, spare), self._values.reserve(n, spare), start
 
     def reorder_beams(self, rows: Tensor) -> None:
@@ -151,7 +150,7 @@ class GrowingSlidingWindowLayer(cache_utils.DynamicSlidingWindowLayer, GrowingLa
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The keys and values that the new tokens may see, and theirs."""
-        if not grows_in_place(key_states):
+        if not grows_in_place(key_states, value_states):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -183,7 +182,7 @@ class GrowingIndexedLayer(cache_utils.DynamicIndexedLayer, GrowingLayer):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """The indexer's keys of all tokens so far, with those of the new ones."""
-        if not grows_in_place(indexer_key_states):
+        if not grows_in_place(indexer_key_states, indexer_key_states):
             return super().update_indexer(indexer_key_states)
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)

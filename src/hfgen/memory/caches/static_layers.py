@@ -130,9 +130,8 @@ class Pooled:
             chosen = states[:, :, :filled].index_select(0, beam_idx.to(states.device))
             target = states
             if len(states) != rows:
-                target = self._lease.buffers.with_rows(self._place(name), rows, states)
-            if target is None:
-                target = states.new_zeros((rows, *states.shape[1:]))
+                found = self._lease.buffers.with_rows(self._place(name), rows, states)
+                target = states.new_zeros((rows, *states.shape[1:])) if found is None else found
             target[:, :, :filled].copy_(chosen)
             setattr(self, name, target)
         if len(self.keys) != self.batch_size:
@@ -249,8 +248,11 @@ class SlicedStaticLayer(Pooled, StaticLayer):
                 f"{key_states.shape[0]} of {key_states.shape[1]}."
             )
         keys, values, start = self.reserve(added)
-        keys.narrow(2, start, added).copy_(key_states)
-        values.narrow(2, start, added).copy_(value_states)
+        for states, new in ((keys, key_states), (values, value_states)):
+            if type(new) is type(states):
+                states.narrow(2, start, added).copy_(new)
+            else:  # numbers that a library has quantised: they know upstream's operation
+                states.index_copy_(2, torch.arange(start, start + added, device=self.device), new)
         return keys, values
 
     def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
@@ -268,9 +270,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
             keys, values = self._seen
         else:  # get_mask_sizes was not called: the mask is for the whole cache
             keys, values = self.keys, self.values
-        count = self.cumulative_length
-        count.add_(n)
-        if not count.is_cpu:
+        if not self.cumulative_length.add_(n).is_cpu:
             self._note(end)
         return keys, values, start
 
