@@ -596,7 +596,11 @@ def test_a_choice_is_saved_and_given_back(tmp_path):
 def test_a_row_of_a_product_depends_on_no_other(name, dtype):
     """Nor on the number of threads, to the bit, also where sizes are no multiples of anything."""
     torch.manual_seed(0)
-    for n_out, n_in in ((48, 64), (576, 1536), *([(131, 502)] if name != "int4" else [])):
+    for n_out, n_in in (
+        (48, 64),
+        (576, 1536),
+        *([(131, 502), (93, 512)] if name != "int4" else []),
+    ):
         weight = torch.randn(n_out, n_in).bfloat16().to(dtype)
         product = kernels.KERNELS[need(name)].prepare(weight)
         x = (torch.randn(70, n_in) * 10 ** torch.randn(70, 1)).to(dtype)
@@ -760,3 +764,34 @@ def test_native_products_refuse_other_types_and_shapes():
     for x in (torch.randn(2, 6).double(), torch.ones(2, 6, dtype=torch.int16)):
         with pytest.raises(RuntimeError, match="numbers of float32, bfloat16 and float16"):
             product(x, None)
+
+
+@pytest.mark.skipif(not native._has_amx(), reason="this processor has no AMX")
+def test_a_weight_that_is_used_as_it_is(tmp_path):
+    """No copy: a bfloat16 model with AMX. Where it lies in memory changes no bits, and edits are seen."""
+    torch.manual_seed(0)
+    layer = nn.Linear(96, 80).bfloat16().eval()
+    whole = hfgen.optimize(nn.Sequential(layer), kernels="bf16")
+    assert whole.optimization.extra_bytes == 0
+    x = torch.randn(300, 96).bfloat16()
+    with torch.no_grad():
+        before = whole(x)
+        assert (
+            before.float() - nn.functional.linear(x, layer.weight, layer.bias)
+        ).abs().max() < 0.02
+        memory = torch.zeros(81 * 96, dtype=torch.bfloat16)
+        for start in (0, 1, 8):
+            shifted = memory[start : start + 80 * 96].view(80, 96).copy_(layer.weight)
+            assert torch.equal(native.of_numbers(shifted, torch.bfloat16)(x, layer.bias), before)
+        layer.weight.data[3] = 0  # seen here, though it moves no count
+        layer.weight.data[4] = 0
+        assert torch.equal(whole(x)[:, 3:5], layer.bias[3:5].expand(300, 2))
+    hfgen.restore(whole)
+    moved = hfgen.optimize(whole, kernels="bf16", offload=tmp_path)
+    assert moved.optimization.extra_bytes == moved.optimization.file_bytes == 80 * 96 * 2
+    operator = torch.ops.hfgen_native.linear
+    for wrong in (layer.weight[:, :64], layer.weight.T, layer.weight[:40]):
+        with pytest.raises(RuntimeError, match="shapes that do not fit"):
+            operator(x, None, wrong.detach(), 80)
+    with pytest.raises(RuntimeError, match="weights of bfloat16"):
+        operator(x, None, layer.weight.detach().half(), 80)
