@@ -8,6 +8,7 @@ hfgen's own kernel takes as they are need none of this.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,10 @@ def tiled(
     """``product(rows, weight, bias)`` of the rows of ``input (…, in)``, or of those of each batch if ``weight`` has batches."""
     rows = input if weight.dim() == 3 else input.reshape(-1, input.shape[-1])
     if product in LINEAR and weight.dtype == input.dtype and native.has_tiles(weight):
-        kernel = native.of_numbers(weight, weight.dtype)
-        output = RowWise.apply(rows, weight, bias, lambda rows: kernel(rows, bias))
+        kernel = native.Native(torch.ops.hfgen_native.linear.default, (weight,), len(weight))
+        with_bias = partial(kernel, bias=bias)
+        has_gradients = torch.is_grad_enabled()
+        output = RowWise.apply(rows, weight, bias, with_bias) if has_gradients else with_bias(rows)
         return output.reshape(*input.shape[:-1], output.shape[-1])
     others = (weight,) if bias is None else (weight, bias)
     shapes = tuple((other.shape, other.stride(), other.dtype) for other in others)

@@ -15,8 +15,10 @@
 namespace {
 
 constexpr int TILE = 16;
-// Bytes of weights that are done for all rows before the next ones: they stay in the cache. Outputs that are done at once.
-constexpr int64_t NEAR = 1 << 20, OUTPUTS = 2 * TILE;
+// Outputs that are done at once.
+constexpr int64_t OUTPUTS = 2 * TILE;
+// Bytes of weights that are done for all rows before the next ones: they stay in the cache.
+constexpr int64_t NEAR = 1 << 20;
 
 // Whether the system lets this process use tiles: it has to be asked.
 bool has_tiles() {
@@ -70,7 +72,7 @@ inline void shape_tiles(int n_outputs) {
 template <int VECTORS, int BLOCKS, class Sum>
 inline void multiply_tiles(const Words* x, const int32_t* weights, int64_t n_words, Words (*sums)[TILE]) {
 // The number of a tile is a part of an instruction: it cannot be an argument.
-#define ADD(sums, weights, x)                                                      \
+#define ADD(sums, weights, x)                                                  \
   if constexpr (std::is_same_v<Sum, Floats>) _tile_dpbf16ps(sums, weights, x); \
   else _tile_dpbsud(sums, weights, x)
   _tile_zero(0);

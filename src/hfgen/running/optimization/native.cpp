@@ -44,7 +44,7 @@ struct Call {
         n_rows(n_in ? rows.numel() / n_in : 0) {
     bool fits = weights.size(0) == n_out && weights.size(1) == n_in && weights.is_contiguous();
     if (weights.dim() == 4) fits = weights.size(1) * weights.size(3) >= n_in && weights.size(0) * PANEL >= n_out;
-    else fits = fits && weights.dim() == 2 && has_tiles() && n_in * weights.element_size() % 64 == 0;
+    else fits = fits && weights.dim() == 2 && has_tiles() && n_in && n_in * weights.element_size() % 64 == 0;
     fits = fits && (!added || added->numel() == n_out);
     STD_TORCH_CHECK(fits, "hfgen's product got shapes that do not fit each other");
     if (!added) return;

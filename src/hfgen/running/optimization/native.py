@@ -175,9 +175,10 @@ def _linear8(x: Tensor, bias: Tensor | None, weights: Tensor, scales: Tensor, n_
 
 def has_tiles(weight: Tensor) -> bool:
     """Whether the operators take a weight ``(out, in)`` as it is: bfloat16 or int8, on a processor with AMX."""
-    fits = weight.dtype in (torch.bfloat16, torch.int8) and weight.dim() == 2
-    n_bytes = weight.shape[-1] * weight.element_size()
-    return fits and n_bytes % 64 == 0 and weight.is_contiguous() and _has_amx()
+    if weight.dtype not in (torch.bfloat16, torch.int8) or weight.dim() != 2 or not weight.numel():
+        return False
+    n_bytes = weight.shape[1] * weight.element_size()
+    return n_bytes % 64 == 0 and weight.is_contiguous() and _has_amx()
 
 
 @cache
