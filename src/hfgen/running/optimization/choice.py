@@ -17,6 +17,7 @@ from ...memory.caches.offloaded import Folder
 from .compiled_layers import CompiledLayer, LayerGraph, find_layers
 from .forward import PackedForward, misfit, own_forward
 from .kernels import KERNELS, OWN, WEIGHTS, Kernel, overflow, preferred, works
+from .native import has_tiles
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -123,13 +124,14 @@ def optimize(
         n_bytes = module.weight.numel() * module.weight.element_size()
         if (kernel := chosen.get(name)) is not None:
             vars(module)["forward"] = forward = PackedForward(module, kernel.name)
-            packed = forward.packed()  # here, and not in the first call
+            forward.packed()  # here, and not in the first call
+            is_copied = kernel.name != "bf16" or folder is not None or not has_tiles(module.weight)
             if folder is not None:
                 forward.move(folder.holding(module.weight))
                 file_bytes += n_bytes
             if kernel.bits is not None:
                 n_bytes = module.weight.numel() * kernel.bits // 8  # but for scales and padding
-            extra_bytes += n_bytes if folder or packed is None or packed.is_copy else 0
+            extra_bytes += n_bytes * is_copied
         read_bytes += n_bytes
     # glibc keeps what was freed; others have no such call
     with suppress(AttributeError, OSError, TypeError):

@@ -34,13 +34,6 @@ class Packed:
         self.view = _samples(weight)
         self.values: bytes = self.view.tobytes()
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether the packed weight has memory of its own: some are used as they are."""
-        return all(
-            tensor.data_ptr() != self.address for tensor in getattr(self.product, "tensors", ())
-        )
-
     def is_of(self, weight: Tensor | None) -> bool:
         """Whether ``weight`` is the one that was packed, and unchanged: edits of ``.data`` show by samples only."""
         return (
