@@ -183,8 +183,8 @@ def has_tiles(weight: Tensor) -> bool:
 
 @cache
 def _has_amx() -> bool:
-    is_known = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return is_known and failure() is None and torch.ops.hfgen_native.has_tiles()
+    has_instructions = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return has_instructions and failure() is None and torch.ops.hfgen_native.has_tiles()
 
 
 def _panels(weight: Tensor) -> Tensor:
