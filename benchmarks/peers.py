@@ -192,7 +192,7 @@ class Child:
         for line in self.process.stdout:
             if line.startswith("{"):  # libraries print as well
                 return json.loads(line)
-        raise RuntimeError(f"{self.process.args} ended with {self.process.wait()}")
+        raise EOFError
 
     def close(self) -> None:
         self.process.communicate()
@@ -213,9 +213,13 @@ def measure(
     n_rounds: int,
     new_tokens: int,
     threads: int,
+    absent: dict[str, str],
     prompt: int = PROMPT,
 ) -> list[Result]:
-    """All ways by turns: a warm-up and ``n_rounds``. ``prompt``: its tokens where its time is measured."""
+    """All ways by turns: a warm-up and ``n_rounds``. ``prompt``: its tokens where its time is measured.
+
+    A way whose process ends is added to ``absent``.
+    """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(5, vocab, (max(ROWS), prompt), generator=generator)
     prompts = [row[: models.PROMPT_LENGTH] for row in drawn.tolist()]
@@ -223,21 +227,15 @@ def measure(
     results = {way: Result(way, WAYS[way].bits, new_tokens) for way in ways}
     texts: dict[str, list[int]] = {}
     for turn in range(n_rounds + 1):
-        for way, child in children.items():
-            result = results[way]
-            for rows in ROWS:
-                first = child.ask(prompts=prompts[:rows], n=1)
-                whole = child.ask(prompts=prompts[:rows], n=new_tokens)
-                assert [len(row) for row in whole["tokens"]] == [new_tokens] * rows, (way, whole)
-                if turn:
-                    result.first.setdefault(rows, []).append(first["seconds"])
-                    result.whole.setdefault(rows, []).append(whole["seconds"])
-                if rows == 1:
-                    texts[way] = whole["tokens"][0]
-            long = child.ask(prompts=drawn[:1].tolist(), n=1)
-            if turn:
-                result.prompt.append(long["seconds"])
-            result.peak_bytes, result.held_bytes = long["peak"], long["held"]
+        for way, child in list(children.items()):
+            try:
+                texts[way] = ask(
+                    child, results[way], prompts, drawn[:1].tolist(), is_warm_up=turn == 0
+                )
+            except (BrokenPipeError, EOFError):
+                children.pop(way).close()
+                absent[way] = f"its process ended with {child.process.returncode}"
+                del results[way]
     reference = texts.get("transformers, float32")
     for way, child in children.items():
         child.close()
@@ -245,6 +243,24 @@ def measure(
             pairs = zip(texts[way], reference, strict=True)
             results[way].equal = sum(a == b for a, b in pairs) / new_tokens
     return list(results.values())
+
+
+def ask(
+    child: Child, result: Result, prompts: list[Any], long: list[Any], is_warm_up: bool
+) -> list[int]:
+    """One turn of a way, which ``result`` gets unless it is a warm-up; the tokens of the first row."""
+    for rows in reversed(ROWS):
+        first = child.ask(prompts=prompts[:rows], n=1)
+        whole = child.ask(prompts=prompts[:rows], n=result.new_tokens)
+        assert [len(row) for row in whole["tokens"]] == [result.new_tokens] * rows, whole
+        if not is_warm_up:
+            result.first.setdefault(rows, []).append(first["seconds"])
+            result.whole.setdefault(rows, []).append(whole["seconds"])
+    answer = child.ask(prompts=long, n=1)
+    if not is_warm_up:
+        result.prompt.append(answer["seconds"])
+    result.peak_bytes, result.held_bytes = answer["peak"], answer["held"]
+    return whole["tokens"][0]
 
 
 # --- the report ---------------------------------------------------------------------------------
@@ -378,7 +394,7 @@ def main(
         ]
         facts, bandwidth = machine(), read_bandwidth()
         vocab = subject.model.config.vocab_size
-        results = measure(vocab, folder, ways, rounds, new_tokens, threads)
+        results = measure(vocab, folder, ways, rounds, new_tokens, threads, absent)
     text = report(results, absent, subject, bandwidth, facts)
     raw = {
         "machine": facts,

@@ -583,7 +583,10 @@ def test_first_calls_are_held_against_their_targets() -> None:
 def test_peers_take_turns_in_processes_of_their_own(tmp_path: Path, subject: Subject) -> None:
     ways = ["transformers, float32", "hfgen.optimize"]
     peers.write_files(subject, tmp_path)
-    results = peers.measure(tiny.VOCAB, tmp_path, ways, 1, 3, 1, prompt=24)
+    absent: dict[str, str] = {}
+    with_a_crash = [*ways, "llama.cpp, F16"]  # it has no file
+    results = peers.measure(tiny.VOCAB, tmp_path, with_a_crash, 1, 3, 1, absent, prompt=24)
+    assert absent == {"llama.cpp, F16": "its process ended with 1"}
     for result in results:
         assert all(len(result.steps(rows)) == 1 for rows in peers.ROWS)
         assert result.peak_bytes > 10**8
