@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     BatchEncoding,
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
+    LlamaForCausalLM,
     TopKLogitsWarper,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -254,7 +256,10 @@ CONTRADICTIONS = [
     ),
     ({"token_healin": True}, "(did you mean `token_healing`?)"),
     ({"frequency_penality": 0.5}, "(did you mean `frequency_penalty`?)"),
-    ({"pixel_values": IDS}, "does not know `pixel_values`: neither the generation"),
+    (
+        {"pixel_values": IDS},
+        "`model_kwargs` are not used by the model: `pixel_values`. Neither the generation",
+    ),
     ({"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences` (3) has to be smaller"),
     ({"num_return_sequences": 2}, "Greedy methods"),
     (
@@ -770,3 +775,39 @@ def test_a_cache_that_holds_all_of_a_decoders_prompt(options):
     mask = torch.ones_like(given)
     more = model.generate(ids, decoder_input_ids=given, decoder_attention_mask=mask, **kwargs)
     assert torch.equal(more, whole)
+
+
+class WithSoftTokens(LlamaForCausalLM):
+    """Embeds ids by a table of 200, and takes embeddings of another width."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.table, self.project = nn.Embedding(200, 32), nn.Linear(48, 32)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, inputs_embeds: Any = None, **kwargs: Any
+    ) -> Any:
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+        if inputs.get("inputs_embeds") is None:
+            inputs |= {"inputs_embeds": self.table(inputs["input_ids"]), "input_ids": None}
+        return inputs
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+        if inputs_embeds.shape[-1] == 48:
+            inputs_embeds = self.project(inputs_embeds)
+        return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "inputs_embeds"])
+def test_a_class_of_the_user_embeds_what_its_table_does_not_have(name: str) -> None:
+    torch.manual_seed(0)
+    theirs: Any = WithSoftTokens(tiny.llama().config).eval()
+    mine = hfgen.mix_into(copy.deepcopy(theirs))
+    value = torch.tensor([[150, 199, 3]]) if name == "input_ids" else torch.randn(1, 3, 48)
+    expected = theirs.generate(**{name: value}, max_new_tokens=4)
+    assert torch.equal(mine.generate(**{name: value}, max_new_tokens=4), expected)
+    if name == "input_ids":
+        with pytest.raises(IndexError):
+            mine.generate(torch.tensor([[150, 200, 3]]), max_new_tokens=4)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaForCausalLM
 
 import hfgen
 from hfgen.settings.fields import FIELDS
@@ -138,16 +138,16 @@ def test_lengths_include_the_prompt(options: dict, prompt: int, expected: tuple)
 
 
 def test_counts_that_no_sequence_can_use_are_lowered():
-    model, ids, configs = hfgen.mix_into(tiny.llama()), tiny.prompt(1), []
+    class Looking(LlamaForCausalLM):
+        def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+            names = "prompt_lookup_num_tokens", "max_matching_ngram_size"
+            found.extend(getattr(generation_config, name) for name in names)
+            return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
-    def look(model, input_ids, generation_config, **kwargs):
-        configs.append(generation_config)
-        return input_ids
-
+    model, ids, found = hfgen.mix_into(Looking(tiny.llama().config)), tiny.prompt(1), []
     counts = {"prompt_lookup_num_tokens": 10**9, "max_matching_ngram_size": 3}
-    model.generate(ids, max_new_tokens=5, custom_generate=look, **counts)
-    found = configs[0].prompt_lookup_num_tokens, configs[0].max_matching_ngram_size
-    assert found == (ids.shape[1] + 5, 3)
+    model.generate(ids, max_new_tokens=5, **counts)
+    assert found == [ids.shape[1] + 5, 3]
 
 
 @pytest.mark.parametrize(

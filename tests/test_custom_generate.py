@@ -141,6 +141,16 @@ def test_the_callable_gets_the_arguments_that_upstream_passes(
     assert mine.generate(IDS, custom_generate=names_only, **kwargs) == expected
 
 
+def test_the_config_has_upstreams_values(theirs: Any, mine: Any) -> None:
+    def look(model: Any, input_ids: Tensor, generation_config: Any, **kwargs: Any) -> Any:
+        return generation_config.to_dict()
+
+    expected = theirs.generate(IDS, custom_generate=look)
+    found = mine.generate(IDS, custom_generate=look)
+    assert expected["num_assistant_tokens"] == 20
+    assert {name: found.get(name) for name in expected} == expected
+
+
 def test_everything_is_prepared(mine: Any) -> None:
     def look(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
         return input_ids, kwargs

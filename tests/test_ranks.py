@@ -74,7 +74,7 @@ OF_ONE = {
     "a processor, early exit": "KeyError: 'step three'",
     "a streamer": "OSError: nobody listens",
     "an argument": "ValueError: `temperature` has to be",
-    "a field": "ValueError: FSDPLlamaForCausalLM.generate() does not know `no_such_field`",
+    "a field": "ValueError: The following `model_kwargs` are not used by the model: `no_such_field`",
 }
 
 

@@ -306,6 +306,12 @@ def token_embedding(model: Any) -> nn.Embedding | None:
     return embedding if is_ordinary and type(embedding).__name__.endswith("Embedding") else None
 
 
+def is_overridden(model: Any, name: str) -> bool:
+    """Whether the method ``name`` of the model's class is of code outside of transformers and hfgen."""
+    module = getattr(getattr(type(model), name, None), "__module__", "")
+    return module.partition(".")[0] not in ("transformers", "hfgen")
+
+
 def position_table(model: Any) -> nn.Embedding | None:
     """The table of learned positions, if the decoder has one; that of an image's patches is another."""
     decoder = (model.get_decoder() if hasattr(model, "get_decoder") else None) or model

@@ -615,7 +615,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("exponential_decay_length_penalty", INTENDED + "without EOS a clear error", lambda f, c: "eos_token_id" not in c.options or c.options["eos_token_id"] is None),
     Exclusion("user_cache", INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),
     Exclusion("continue", INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),
-    Exclusion("prefill_chunk_size", INTENDED + "inputs_embeds with prefill_chunk_size work", _with("embeds")),
+    Exclusion("prefill_chunk_size", INTENDED + "inputs_embeds with prefill_chunk_size work", lambda f, c: "embeds" in c.options or f.name == "clvp"),
     Exclusion("prefill_chunk_size", INTENDED + "chunks of a decoder's prompt leave the encoder's mask whole", lambda f, c: f.kind in ("encoder-decoder", "speech") and (c.padded or not {"pad_token_id", "mask", "decoder_ids"}.isdisjoint(c.options))),
     Exclusion("stop_strings", INTENDED + "generated text only, and the prompt's end is not known to be special", _with("embeds", "decoder_ids", "start_per_row")),
     Exclusion("user_criteria", "beyond max_length: upstream's beams raise, its drafting never ends", lambda f, c: c.options["user_criteria"] == ["length"] and c.mode in (*BEAMS, ASSISTED) and 1 in (c.options.get("max_new_tokens"), c.options.get("max_length"))),

@@ -78,6 +78,9 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
         mode = MODES[rows.common_mode(params, config.do_sample, request.assistant_model)]
     custom: Any = request.custom_generate
     method = mode.method_of(type(model)) if custom is None else custom
+    if method is not mode.decode and request.assistant_model is None:  # code of others reads them
+        defaults = model.generation_config._get_default_generation_params()
+        config.update(**defaults, defaults_only=True)
     has_defaults = request.has_default_lengths(model)
     return Call(request, config, mode, mode_kwargs, *has_defaults, method, params), model_kwargs
 
@@ -99,7 +102,7 @@ def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
     call.config, config._call = config, call  # the hook may have made another one
     if call.rows is not None:
         rows.set_lengths(model, call, call.rows, fix)
-    for name in COUNTS:  # those that no sequence can reach would cost time
+    for name in COUNTS if call.is_own_method else ():  # what no sequence can reach would cost time
         if (count := getattr(config, name, None)) is not None:
             setattr(config, name, min(count, config.max_length))
     if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:

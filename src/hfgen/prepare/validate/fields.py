@@ -117,8 +117,8 @@ def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
     if unknown := [name for name in passed if name not in known]:
         named = with_suggestions(unknown, known | FIELDS.keys())
         raise ValueError(
-            f"{type(self).__name__}.generate() does not know {named}: neither the generation config "
-            "nor the model's forward takes it."
+            f"The following `model_kwargs` are not used by the model: {named}. Neither the generation config nor "
+            f"the forward of {type(self).__name__} takes them."  # mlflow looks for the first words
         )
 
 
