@@ -811,3 +811,30 @@ def test_a_class_of_the_user_embeds_what_its_table_does_not_have(name: str) -> N
     if name == "input_ids":
         with pytest.raises(IndexError):
             mine.generate(torch.tensor([[150, 200, 3]]), max_new_tokens=4)
+
+
+class WithVirtualTokens(LlamaForCausalLM):
+    """Takes a mask that covers two more tokens, and positions of three kinds."""
+
+    def forward(self, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, 2:]
+        if position_ids is not None and position_ids.ndim == 3:
+            position_ids = position_ids[0]
+        return super().forward(attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"attention_mask": torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]])},
+        {"position_ids": torch.arange(3).expand(3, 2, 3)},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_a_class_of_the_user_takes_masks_and_positions_of_other_shapes(arguments: Any) -> None:
+    torch.manual_seed(0)
+    theirs: Any = WithVirtualTokens(tiny.llama().config).eval()
+    mine, ids = hfgen.mix_into(copy.deepcopy(theirs)), torch.tensor([[5, 6, 7], [9, 8, 7]])
+    expected = theirs.generate(ids, max_new_tokens=4, **arguments)
+    assert torch.equal(mine.generate(ids, max_new_tokens=4, **arguments), expected)

@@ -306,10 +306,10 @@ def token_embedding(model: Any) -> nn.Embedding | None:
     return embedding if is_ordinary and type(embedding).__name__.endswith("Embedding") else None
 
 
-def is_overridden(model: Any, name: str) -> bool:
-    """Whether the method ``name`` of the model's class is of code outside of transformers and hfgen."""
-    module = getattr(getattr(type(model), name, None), "__module__", "")
-    return module.partition(".")[0] not in ("transformers", "hfgen")
+def has_foreign_inputs(model: Any) -> bool:
+    """Whether code outside of transformers reads the inputs: it may embed other ids, or add to masks and positions."""
+    methods = (type(model).forward, type(model).prepare_inputs_for_generation)
+    return any(m.__module__.partition(".")[0] not in ("transformers", "hfgen") for m in methods)
 
 
 def position_table(model: Any) -> nn.Embedding | None:

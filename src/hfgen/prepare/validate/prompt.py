@@ -39,27 +39,30 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
         raise _wrong_shape(str(name), main, "hold at least one row", ValueError)
     is_text, table = families.takes_only_text(model), families.token_embedding(model)
     is_read = model_kwargs.get("encoder_outputs") is None
-    if name == "input_ids" and is_read and (is_text or main.is_floating_point() or main.ndim != 2):
-        try:
+    try:
+        if (
+            name == "input_ids"
+            and is_read
+            and (is_text or main.is_floating_point() or main.ndim != 2)
+        ):
             _check_ids("input_ids", main, table)
-        except IndexError:  # code of others may embed ids by a table of its own
-            if not families.is_overridden(model, "prepare_inputs_for_generation"):
-                raise
-    elif name == "inputs_embeds" and is_read:
-        width = main.shape[-1] if table is None else table.embedding_dim
-        is_wrong = main.shape[-1] != width and not families.is_overridden(model, "forward")
-        if main.ndim != 3 or is_wrong:
-            raise _wrong_shape("inputs_embeds", main, f"be (batch, length, {width})")
-    if model_kwargs.get("attention_mask") is not None:
-        _check_mask(model, call, prompt)
-    if model.config.is_encoder_decoder and model_kwargs.get("decoder_input_ids") is not None:
-        _check_decoder_ids(model, prompt)
+        elif name == "inputs_embeds" and is_read:
+            width = main.shape[-1] if table is None else table.embedding_dim
+            if main.ndim != 3 or main.shape[2] != width:
+                raise _wrong_shape("inputs_embeds", main, f"be (batch, length, {width})")
+        if model_kwargs.get("attention_mask") is not None:
+            _check_mask(model, call, prompt)
+        if model.config.is_encoder_decoder and model_kwargs.get("decoder_input_ids") is not None:
+            _check_decoder_ids(model, prompt)
+        has_positions = model_kwargs.get("position_ids") is not None
+        if is_text and has_positions and not model.config.is_encoder_decoder:
+            _check_position_ids(model, call, prompt)
+    except (ValueError, IndexError):
+        if not families.has_foreign_inputs(model):
+            raise
     _check_fields_with_tokens(model, call, prompt)
     if is_text:
         _check_negative_prompt(call, prompt, table)
-    has_positions = model_kwargs.get("position_ids") is not None
-    if is_text and has_positions and not model.config.is_encoder_decoder:
-        _check_position_ids(model, call, prompt)
     if model_kwargs.get(families.cache_argument(model)) is not None:
         check_cache(model, call, prompt)
     for config, field in itertools.product(call.configs, LOGPROBS):
