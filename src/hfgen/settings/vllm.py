@@ -35,10 +35,6 @@ def _temperature(value: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": max(value, 0.01)} if value else {"do_sample": False}
 
 
-def _bias(biases: Mapping[Any, float] | None) -> dict[str, Any]:
-    return {"sequence_bias": {(int(t),): float(b) for t, b in biases.items()}} if biases else {}
-
-
 def _stop(value: str | list[str] | None) -> dict[str, Any]:
     return {"stop_strings": [value] if isinstance(value, str) else value} if value else {}
 
@@ -115,7 +111,9 @@ PARAMS: dict[str, Param] = {
     "skip_clone": Param(False),  # configs are copied where it matters
     "output_text_buffer_length": Param(0),  # vLLM computes it from `stop`
     "structured_outputs": Param(None, _structured),
-    "logit_bias": Param(None, _bias),
+    "logit_bias": Param(
+        None, lambda v: {"sequence_bias": {(int(t),): float(b) for t, b in v.items()}} if v else {}
+    ),
     "allowed_token_ids": Param(None, _named("allowed_token_ids")),
     "extra_args": Param(None, reason="pass your own `logits_processor` to `generate`"),
     "bad_words": Param(None, lambda value: {"bad_words": value} if value else {}),
