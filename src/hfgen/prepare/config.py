@@ -78,7 +78,8 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
         mode = MODES[rows.common_mode(params, config.do_sample, request.assistant_model)]
     custom: Any = request.custom_generate
     method = mode.method_of(type(model)) if custom is None else custom
-    if method is not mode.decode and request.assistant_model is None:  # code of others reads them
+    is_foreign = method is not mode.decode and not hasattr(method, "strategy_class")
+    if is_foreign and request.assistant_model is None:  # it reads what `WITHOUT_DEFAULTS` names
         defaults = model.generation_config._get_default_generation_params()
         config.update(**defaults, defaults_only=True)
     has_defaults = request.has_default_lengths(model)

@@ -39,12 +39,9 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
         raise _wrong_shape(str(name), main, "hold at least one row", ValueError)
     is_text, table = families.takes_only_text(model), families.token_embedding(model)
     is_read = model_kwargs.get("encoder_outputs") is None
+    has_ids = name == "input_ids" and is_read
     try:
-        if (
-            name == "input_ids"
-            and is_read
-            and (is_text or main.is_floating_point() or main.ndim != 2)
-        ):
+        if has_ids and (is_text or main.is_floating_point() or main.ndim != 2):
             _check_ids("input_ids", main, table)
         elif name == "inputs_embeds" and is_read:
             width = main.shape[-1] if table is None else table.embedding_dim
