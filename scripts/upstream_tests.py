@@ -31,7 +31,7 @@ def use_hfgen() -> None:
 
 
 def outcomes(checkout: Path, arguments: list[str], in_place: bool) -> dict[str, str]:
-    """Test → ``PASSED``, ``SKIPPED``, ``FAILED`` or ``ERROR``, in a process of its own."""
+    """Test → ``PASSED``, ``FAILED`` or ``ERROR``, in a process of its own; skipped ones have none."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), IN_PLACE: str(int(in_place))}
     options = ["-p", "upstream_tests", "-rA", "--tb=line", "-q", *arguments]
@@ -39,7 +39,7 @@ def outcomes(checkout: Path, arguments: list[str], in_place: bool) -> dict[str, 
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode > 1:  # interrupted, wrong options, no tests
         raise SystemExit(f"{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    lines = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (\S+)", done.stdout, flags=re.MULTILINE)
+    lines = re.findall(r"^(PASSED|FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, flags=re.MULTILINE)
     return {test: outcome for outcome, test in lines}
 
 

@@ -145,10 +145,11 @@ def test_the_config_has_upstreams_values(theirs: Any, mine: Any) -> None:
     def look(model: Any, input_ids: Tensor, generation_config: Any, **kwargs: Any) -> Any:
         return generation_config.to_dict()
 
-    expected = theirs.generate(IDS, custom_generate=look)
-    found = mine.generate(IDS, custom_generate=look)
-    assert expected["num_assistant_tokens"] == 20
-    assert {name: found.get(name) for name in expected} == expected
+    for assistant in (None, theirs):
+        kwargs = {"custom_generate": look, "assistant_model": assistant}
+        expected, found = (model.generate(IDS[:1], **kwargs) for model in (theirs, mine))
+        assert expected["num_assistant_tokens"] == 20
+        assert {name: found.get(name) for name in expected} == expected
 
 
 def test_everything_is_prepared(mine: Any) -> None:

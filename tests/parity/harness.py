@@ -602,7 +602,8 @@ def drafts_otherwise(case: Case, theirs: Outcome) -> str | None:
     if case.family in ("kosmos2", "kosmos2_5"):
         return "upstream drafts by the assistant's own generate, in which a part of it decodes"
     pad = case.options.get("pad_token_id", upstream(case.family).generation_config.pad_token_id)
-    if pad is not None and (ids := sequences(theirs)) is not None and (ids == pad).any():
+    # The first chunk is the prompt.
+    if pad is not None and any((c == pad).any() for c in theirs.streamed[1:] if c is not None):
         return "upstream's assistant may mask a token equal to the pad"
     return None
 

@@ -78,12 +78,14 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
         mode = MODES[rows.common_mode(params, config.do_sample, request.assistant_model)]
     custom: Any = request.custom_generate
     method = mode.method_of(type(model)) if custom is None else custom
-    is_foreign = method is not mode.decode and not hasattr(method, "strategy_class")
-    if is_foreign and request.assistant_model is None:  # it reads what `WITHOUT_DEFAULTS` names
-        defaults = model.generation_config._get_default_generation_params()
-        config.update(**defaults, defaults_only=True)
     has_defaults = request.has_default_lengths(model)
-    return Call(request, config, mode, mode_kwargs, *has_defaults, method, params), model_kwargs
+    call = Call(request, config, mode, mode_kwargs, *has_defaults, method, params)
+    if call.strategy is None and (custom is not None or request.assistant_model is None):
+        # Code of others reads what `WITHOUT_DEFAULTS` names; an override of assisted decoding may call hfgen's.
+        config.update(
+            **model.generation_config._get_default_generation_params(), defaults_only=True
+        )
+    return call, model_kwargs
 
 
 def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
@@ -103,7 +105,9 @@ def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
     call.config, config._call = config, call  # the hook may have made another one
     if call.rows is not None:
         rows.set_lengths(model, call, call.rows, fix)
-    for name in COUNTS if call.is_own_method else ():  # what no sequence can reach would cost time
+    for name in (
+        () if call.strategy is None else COUNTS
+    ):  # what no sequence can reach would cost time
         if (count := getattr(config, name, None)) is not None:
             setattr(config, name, min(count, config.max_length))
     if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:
@@ -157,8 +161,7 @@ def prepare_generation_config(
             known[name] = value
     plain_values, asked = validate.check_fields(known | kwargs), vars(config) | kwargs
     defaults = model_defaults._get_default_generation_params()
-    for name in WITHOUT_DEFAULTS & defaults.keys():
-        del defaults[name]
+    defaults = {name: v for name, v in defaults.items() if name not in WITHOUT_DEFAULTS}
     has_own_values = False  # which upstream's validation refuses
     for values in (vars(model_defaults), vars(config), kwargs):
         cache_name = values.get("cache_implementation")
