@@ -63,10 +63,6 @@ class Acceptance:
     accepted: tuple[int, ...]
     start: int
 
-    @property
-    def is_all_accepted(self) -> bool:
-        return self.accepted == self.drafted
-
 
 class Drafter:
     """Guesses tokens; a wrong guess costs time, never a token.

@@ -87,7 +87,8 @@ class Heuristic(Schedule):
             self.kept_in.num_assistant_tokens = self.n_tokens
 
     def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
-        self.n_tokens = self.n_tokens + 2 if verdict.is_all_accepted else max(1, self.n_tokens - 1)
+        are_all_accepted = verdict.accepted == verdict.drafted
+        self.n_tokens = self.n_tokens + 2 if are_all_accepted else max(1, self.n_tokens - 1)
 
 
 class Depths:

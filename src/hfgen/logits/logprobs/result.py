@@ -56,10 +56,6 @@ class Settings:
         return self.mode.startswith("processed")
 
     @property
-    def is_logits(self) -> bool:
-        return self.mode.endswith("logits")
-
-    @property
     def key(self) -> tuple[Any, ...]:
         """A key that is equal for calls that ask for the same."""
         return (self.mode, *self.requests)
