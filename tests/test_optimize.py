@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
+import os
 import pickle
 import shutil
 import subprocess
@@ -17,7 +19,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import hfgen
-from hfgen.running.optimization import choice, forward, kernels, native
+from hfgen.running.optimization import choice, forward, kernels, native, pages
 from hfgen.running.optimization.forward import PackedForward
 from tests import tiny
 
@@ -764,6 +766,49 @@ def test_native_products_refuse_other_types_and_shapes():
     for x in (torch.randn(2, 6).double(), torch.ones(2, 6, dtype=torch.int16)):
         with pytest.raises(RuntimeError, match="numbers of float32, bfloat16 and float16"):
             product(x, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are those of Linux")
+def test_weights_in_huge_pages_are_copies_with_a_storage_of_their_own(monkeypatch):
+    weights = [torch.randn(40, 1000).to(dtype) for dtype in (*kernels.DTYPES, torch.int8)]
+    copies = [pages.in_huge_pages(weight) for weight in weights]
+    large = pages.in_huge_pages(torch.ones(pages.CHUNK // 4 + 1))
+    assert large.sum() == pages.CHUNK // 4 + 1
+    for weight, moved in zip(weights, copies, strict=True):
+        assert torch.equal(weight, moved)
+        assert moved.untyped_storage().nbytes() == weight.nbytes
+        assert moved.data_ptr() % pages.LINE == 0
+        assert moved.data_ptr() != weight.data_ptr()
+    memory = pages._newest[0]
+    assert memory() is not None
+    del copies, moved, large
+    gc.collect()
+    assert memory() is None  # it went back to the system
+    monkeypatch.delattr("mmap.MADV_HUGEPAGE")  # as on other systems
+    assert pages.in_huge_pages(weights[0]) is weights[0]
+
+
+@pytest.mark.skipif(not native._has_amx(), reason="this processor has no AMX")
+def test_weights_that_are_used_as_they_are_move_to_huge_pages(tmp_path):
+    """All but those whose memory others see as well."""
+    torch.manual_seed(0)
+    tied, shared, alone = (nn.Linear(64, 64, bias=False).bfloat16() for _ in range(3))
+    twin = nn.Linear(64, 64, bias=False)
+    twin.weight = nn.Parameter(tied.weight.data)
+    shared.weight.share_memory_()
+    model = nn.Sequential(tied, twin, shared, alone)
+    before = {name: (weight.data_ptr(), weight) for name, weight in model.named_parameters()}
+    saved = {name: weight.clone() for name, weight in model.state_dict().items()}
+    hfgen.optimize(model, kernels="bf16")
+    after = dict(model.named_parameters())
+    assert all(after[name] is weight for name, (_, weight) in before.items())
+    moved = {name for name, (address, weight) in before.items() if weight.data_ptr() != address}
+    assert moved == {"3.weight"}
+    assert shared.weight.is_shared()
+    for state in (model.state_dict(), hfgen.restore(model).state_dict()):
+        assert all(torch.equal(state[name], weight) for name, weight in saved.items())
+    torch.save(alone.weight, tmp_path / "weight")  # its own memory, and not all of a mapping
+    assert os.path.getsize(tmp_path / "weight") < 2 * alone.weight.nbytes
 
 
 @pytest.mark.skipif(not native._has_amx(), reason="this processor has no AMX")

@@ -69,12 +69,8 @@ inline void shape_tiles(int n_outputs) {
 }
 
 // sums (vectors of outputs, blocks, outputs, rows) of BLOCKS blocks (n_words, TILE) by VECTORS vectors of outputs.
-template <int VECTORS, int BLOCKS, class Sum>
+template <int VECTORS, int BLOCKS>
 inline void multiply_tiles(const Words* x, const int32_t* weights, int64_t n_words, Words (*sums)[TILE]) {
-// The number of a tile is a part of an instruction: it cannot be an argument.
-#define ADD(sums, weights, x)                                                  \
-  if constexpr (std::is_same_v<Sum, Floats>) _tile_dpbf16ps(sums, weights, x); \
-  else _tile_dpbsud(sums, weights, x)
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -82,18 +78,17 @@ inline void multiply_tiles(const Words* x, const int32_t* weights, int64_t n_wor
   for (int64_t i = 0; i < n_words; i += TILE) {
     _tile_loadd(6, x + i, 64);
     _tile_loadd(4, weights + i, 4 * n_words);
-    ADD(0, 4, 6);
+    _tile_dpbf16ps(0, 4, 6);
     if constexpr (BLOCKS == 2) {
       _tile_loadd(7, x + n_words + i, 64);
-      ADD(1, 4, 7);
+      _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (VECTORS == 2) {
       _tile_loadd(5, weights + TILE * n_words + i, 4 * n_words);
-      ADD(2, 5, 6);
-      if constexpr (BLOCKS == 2) ADD(3, 5, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (BLOCKS == 2) _tile_dpbf16ps(3, 5, 7);
     }
   }
-#undef ADD
   _tile_stored(0, sums[0], 64);
   _tile_stored(1, sums[1], 64);
   _tile_stored(2, sums[2], 64);
@@ -101,8 +96,8 @@ inline void multiply_tiles(const Words* x, const int32_t* weights, int64_t n_wor
 }
 
 // Calls use(row, output, sums, number of vectors) for n_rows rows of x, which are PARTS columns of its blocks each, and
-// the outputs from first to last of weights (outputs, n_words). Sums are Floats of bfloat16, or Words of bytes.
-template <int PARTS, class Sum, class Use>
+// the outputs from first to last of weights (outputs, n_words) of bfloat16.
+template <int PARTS, class Use>
 void for_tiles(const Words* x, int64_t n_rows, const void* weights, int64_t n_words, int64_t first, int64_t last,
                Use use) {
   constexpr int MOST = TILE / PARTS;
@@ -116,14 +111,14 @@ void for_tiles(const Words* x, int64_t n_rows, const void* weights, int64_t n_wo
   auto at_once = [&](int64_t row, int64_t output, auto vectors) {
     if (int n = std::min<int64_t>(TILE, last - output); n != shaped) shape_tiles(shaped = n);
     bool is_pair = n_rows - row > MOST;
-    auto multiply = is_pair ? multiply_tiles<vectors, 2, Sum> : multiply_tiles<vectors, 1, Sum>;
+    auto multiply = is_pair ? multiply_tiles<vectors, 2> : multiply_tiles<vectors, 1>;
     multiply(x + row / MOST * n_words, near + (output - first) * n_words, n_words, sums);
     for (int block = 0; block <= is_pair; block++, row += MOST) {
       for (int v = 0; v < vectors; v++) transpose(sums[2 * v + block]);
       for (int64_t i = 0; i < std::min<int64_t>(MOST, n_rows - row); i++) {
-        Sum totals[vectors] = {};
+        Floats totals[vectors] = {};
         for (int part = PARTS - 1; part >= 0; part--)
-          for (int v = 0; v < vectors; v++) totals[v] += (Sum)sums[2 * v + block][i * PARTS + part];
+          for (int v = 0; v < vectors; v++) totals[v] += (Floats)sums[2 * v + block][i * PARTS + part];
         use(row + i, output, totals, vectors);
       }
     }
@@ -142,6 +137,25 @@ void for_tiles(const Words* x, int64_t n_rows, const void* weights, int64_t n_wo
     }
   }
   _tile_release();
+}
+
+// Writes sums (vectors of outputs, rows) of as many rows of bytes x (rows, n_words) as tiles have by a panel (n_words, PANEL) of them.
+inline void multiply_panel(const int32_t* x, const int32_t* panel, int64_t n_words, Words (*sums)[TILE]) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  for (int64_t i = 0; i < n_words; i += TILE, panel += TILE * PANEL) {
+    _tile_loadd(4, x + i, 4 * n_words);
+    _tile_loadd(6, panel, 4 * PANEL);
+    _tile_dpbusd(0, 4, 6);
+    _tile_loadd(7, panel + TILE, 4 * PANEL);
+    _tile_dpbusd(1, 4, 7);
+    _tile_loadd(6, panel + 2 * TILE, 4 * PANEL);
+    _tile_dpbusd(2, 4, 6);
+  }
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
+  _tile_stored(2, sums[2], 64);
 }
 
 }  // namespace

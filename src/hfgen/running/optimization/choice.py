@@ -11,13 +11,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ...memory.caches.offloaded import Folder
 from .compiled_layers import CompiledLayer, LayerGraph, find_layers
 from .forward import PackedForward, misfit, own_forward
-from .kernels import KERNELS, OWN, WEIGHTS, Kernel, overflow, preferred, works
+from .kernels import DTYPES, KERNELS, OWN, WEIGHTS, Kernel, overflow, preferred, works
 from .native import has_tiles
+from .pages import in_huge_pages
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -118,14 +120,18 @@ def optimize(
     chosen = _chosen(layers, weights, kernels, left_alone)
     shapes: dict[str, str] = {}
     extra_bytes = read_bytes = file_bytes = 0
+    is_moved = False
     for name, module in layers.items():
         n_out, n_in = module.weight.shape
         shapes[name] = f"{n_out} x {n_in} {str(module.weight.dtype).removeprefix('torch.')}"
         n_bytes = module.weight.numel() * module.weight.element_size()
         if (kernel := chosen.get(name)) is not None:
+            is_copied = kernel.name != "bf16" or folder is not None or not has_tiles(module.weight)
+            if not (is_copied or is_moved):
+                _move_weights(model)
+                is_moved = True
             vars(module)["forward"] = forward = PackedForward(module, kernel.name)
             forward.packed()  # here, and not in the first call
-            is_copied = kernel.name != "bf16" or folder is not None or not has_tiles(module.weight)
             if folder is not None:
                 forward.move(folder.holding(module.weight))
                 file_bytes += n_bytes
@@ -253,6 +259,24 @@ def _check_model(model: nn.Module) -> None:
     if len(devices) > 1:
         spread = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"optimize() takes a model on one device, but this one has {spread}.")
+
+
+@torch.inference_mode(False)
+def _move_weights(model: nn.Module) -> None:
+    """Move weights to huge pages: all of them, since one that stays keeps the mapping of a checkpoint's file.
+
+    Those that share their memory, with other processes or with each other, stay where they are.
+    """
+    weights = [
+        weight
+        for weight in model.parameters()
+        if type(weight) is nn.Parameter and weight.layout is torch.strided and weight.numel()
+    ]
+    uses = Counter(weight.data_ptr() for weight in weights)
+    for weight in weights:
+        is_alone = uses[weight.data_ptr()] == 1 and not weight.is_shared()
+        if is_alone and weight.dtype in DTYPES and weight.is_contiguous():
+            weight.data = in_huge_pages(weight.data)
 
 
 def _layers(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:

@@ -23,7 +23,8 @@ N_PLACES, N_VALUES = 8, 16
 class Packed:
     """A weight as it was when it was packed. ``product``: None if the kernel does not take it.
 
-    The view keeps the memory: another tensor cannot get its address while this one is compared with it.
+    The view, or a product that reads the weight as it is, keeps the memory: another tensor cannot get its address
+    while this one is compared with it.
     """
 
     __slots__ = ("address", "product", "values", "version", "view", "weight")
@@ -31,16 +32,20 @@ class Packed:
     def __init__(self, weight: Tensor, product: Product | None) -> None:
         self.weight, self.product = weight, product
         self.address, self.version = weight.data_ptr(), n_writes(weight)
-        self.view = _samples(weight)
-        self.values: bytes = self.view.tobytes()
+        is_read = isinstance(product, Native) and product.tensors[0].data_ptr() == self.address
+        #: None: the product reads the weight, so that nothing has to be compared.
+        self.view = None if is_read else _samples(weight)
+        self.values = None if self.view is None else self.view.tobytes()
 
     def is_of(self, weight: Tensor | None) -> bool:
         """Whether ``weight`` is the one that was packed, and unchanged: edits of ``.data`` show by samples only."""
         return (
             weight is self.weight
             and weight.data_ptr() == self.address
-            and n_writes(weight) == self.version
-            and self.view.tobytes() == self.values
+            and (
+                self.view is None
+                or (n_writes(weight) == self.version and self.view.tobytes() == self.values)
+            )
         )
 
 

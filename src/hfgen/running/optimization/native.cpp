@@ -42,10 +42,12 @@ struct Call {
   Call(const Tensor& x, const std::optional<Tensor>& added, const Tensor& weights, int64_t n_out)
       : rows(dense(x)), result(room(rows, n_out)), inputs(rows), outputs(result), n_in(x.size(-1)), n_out(n_out),
         n_rows(n_in ? rows.numel() / n_in : 0) {
-    bool fits = weights.size(0) == n_out && weights.size(1) == n_in && weights.is_contiguous();
-    if (weights.dim() == 4) fits = weights.size(1) * weights.size(3) >= n_in && weights.size(0) * PANEL >= n_out;
-    else fits = fits && weights.dim() == 2 && has_tiles() && n_in && n_in * weights.element_size() % 64 == 0;
-    fits = fits && (!added || added->numel() == n_out);
+    bool fits = weights.is_contiguous() && (!added || added->numel() == n_out);
+    if (weights.dim() == 2)
+      fits = fits && has_tiles() && n_in && n_in % 32 == 0 && weights.size(0) == n_out && weights.size(1) == n_in;
+    else
+      fits = fits && weights.dim() == 4 && weights.size(0) * PANEL >= n_out && weights.size(1) * weights.size(3) >= n_in &&
+             weights.size(2) == PANEL;
     STD_TORCH_CHECK(fits, "hfgen's product got shapes that do not fit each other");
     if (!added) return;
     Tensor values = dense(*added);
@@ -164,7 +166,7 @@ void multiply_as_they_are(const Call& call, const Tensor& weights) {
   auto multiply = [&](const void* x, auto parts) {
     auto blocks = in_blocks(x, call.n_rows * parts, call.n_in / 2, TILE / parts * parts);
     call.for_parts(OUTPUTS, [&](int64_t first, int64_t last) {
-      for_tiles<parts, Floats>(blocks.get(), call.n_rows, weights.data_ptr(), call.n_in / 2, first * OUTPUTS,
+      for_tiles<parts>(blocks.get(), call.n_rows, weights.data_ptr(), call.n_in / 2, first * OUTPUTS,
                                std::min(call.n_out, last * OUTPUTS),
                                [&](auto row, auto output, auto* sums, auto n) { call.write<n>(sums, row, output); });
     });
@@ -233,13 +235,13 @@ inline float quantize(const float* x, int64_t n, uint8_t* bytes) {
   return largest / 127;
 }
 
-// x (..., n_in), each row rounded to int8 by its largest value, by weights (panels, n_words, PANEL, 4), or (n_out, n_in)
-// if there are tiles. scales and offsets (outputs of panels,): what a step of the weight is worth, and -128 times the
+// x (..., n_in), each row rounded to int8 by its largest value, by weights (panels, n_words, PANEL, 4). scales and offsets (outputs of panels,): what a step of the weight is worth, and -128 times the
 // sum of the weights.
 Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, const Tensor& scales,
                const Tensor& offsets, int64_t n_out) {
   Call call(x, bias, weights, n_out);
-  int64_t n_words = weights.dim() == 2 ? call.n_in / 4 : weights.size(1);
+  STD_TORCH_CHECK(weights.dim() == 4 && weights.size(3) == 4, "hfgen's product takes words of four weights");
+  int64_t n_words = weights.size(1);
   auto packed = static_cast<const int8_t*>(weights.data_ptr());
   auto scale = static_cast<const float*>(scales.data_ptr());
   auto offset = static_cast<const int32_t*>(offsets.data_ptr());
@@ -258,11 +260,21 @@ Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor&
     call.write<n>(results, row, output);
   };
 #ifdef HAS_AMX
-  if (weights.dim() == 2) {
-    auto blocks = in_blocks(bytes.data(), call.n_rows, n_words, TILE);
-    call.for_parts(OUTPUTS, [&](int64_t first, int64_t last) {
-      last = std::min(n_out, last * OUTPUTS);
-      for_tiles<1, Words>(blocks.get(), call.n_rows, packed, n_words, first * OUTPUTS, last, write);
+  if (call.n_rows > MOST_ROWS && n_words % TILE == 0 && has_tiles()) {
+    auto x = reinterpret_cast<const int32_t*>(bytes.data()), panels = reinterpret_cast<const int32_t*>(packed);
+    call.for_parts(PANEL, [&](int64_t first, int64_t last) {
+      Words sums[VECTORS][TILE];
+      int shaped = 0;
+      for (int64_t panel = first; panel < last; panel++)
+        for (int64_t row = 0; row < call.n_rows; row += TILE) {
+          if (int n = std::min<int64_t>(TILE, call.n_rows - row); n != shaped) shape_tiles(shaped = n);
+          multiply_panel(x + row * n_words, panels + panel * PANEL * n_words, n_words, sums);
+          for (int i = 0; i < shaped; i++) {
+            Words totals[] = {sums[0][i], sums[1][i], sums[2][i]};
+            write(row + i, panel * PANEL, totals, std::integral_constant<int, VECTORS>());
+          }
+        }
+      _tile_release();
     });
     return call.result;
   }

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch import library as operators
 from torch.nn import functional
 
+from .pages import in_huge_pages
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 #: Numbers of float32 in a vector of the processor.
@@ -138,6 +140,8 @@ def of_numbers(weight: Tensor, dtype: torch.dtype) -> Native:
     packed = weight.detach().to(dtype)
     if not has_tiles(packed):
         packed = _words(_panels(packed), 2 if dtype == torch.bfloat16 else 1)
+    if packed.data_ptr() != weight.data_ptr():
+        packed = in_huge_pages(packed)
     return Native(torch.ops.hfgen_native.linear.default, (packed,), len(weight))
 
 
@@ -152,7 +156,7 @@ def of_int8(weight: Tensor) -> Native:
     if failure() is not None:
         return Native(_linear8, (rounded.T.contiguous(), scales), len(weight))
     panels = _panels(functional.pad(rounded, (0, -weight.shape[1] % 4)))
-    packed = rounded if has_tiles(rounded) else _words(panels, 4)
+    packed = in_huge_pages(_words(panels, 4))
     offsets = -128 * panels.sum(-1, dtype=torch.int32).flatten()
     scales = functional.pad(scales, (0, len(offsets) - len(scales)))
     return Native(torch.ops.hfgen_native.linear8.default, (packed, scales, offsets), len(weight))
@@ -174,11 +178,10 @@ def _linear8(x: Tensor, bias: Tensor | None, weights: Tensor, scales: Tensor, n_
 
 
 def has_tiles(weight: Tensor) -> bool:
-    """Whether the operators take a weight ``(out, in)`` as it is: bfloat16 or int8, on a processor with AMX."""
-    if weight.dtype not in (torch.bfloat16, torch.int8) or weight.dim() != 2 or not weight.numel():
+    """Whether the operators take a weight ``(out, in)`` as it is: bfloat16, on a processor with AMX."""
+    if weight.dtype != torch.bfloat16 or weight.dim() != 2 or not weight.numel():
         return False
-    n_bytes = weight.shape[1] * weight.element_size()
-    return n_bytes % 64 == 0 and weight.is_contiguous() and _has_amx()
+    return weight.shape[1] % 32 == 0 and weight.is_contiguous() and _has_amx()
 
 
 @cache
