@@ -303,7 +303,6 @@ STABLE_TORCH_LIBRARY(hfgen_native, library) {
   library.def("has_tiles() -> bool");
   library.def("linear(Tensor x, Tensor? bias, Tensor weights, int n_out) -> Tensor");
   library.def("linear8(Tensor x, Tensor? bias, Tensor weights, Tensor scales, Tensor offsets, int n_out) -> Tensor");
-  library.def("attention(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hfgen_native, CompositeExplicitAutograd, library) {
