@@ -221,6 +221,20 @@ def test_keys_of_a_group_of_heads_are_read_where_they_are(monkeypatch):
     assert [node.op for node in operator.args[1:4]] == ["placeholder"] * 3
 
 
+def test_the_compilers_own_code_copies_no_cache():
+    """It copies what an operator wants in another layout: no step allocates as much as a layer's keys."""
+    need_operator()
+    model = hfgen.optimize(llama(max_position_embeddings=2048), compile=True)
+    inputs = {"input_ids": tiny.prompt(1, 999), **LENGTH}
+    model.generate(**inputs)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+        model.generate(**inputs)
+    found = {event.nbytes() for event in events.profiler.kineto_results.events()}
+    of_token = model.config.num_key_value_heads * model.config.head_dim * 4
+    assert 1002 * of_token in found  # the cache itself
+    assert found.isdisjoint(n_keys * of_token for n_keys in (1000, 1001))
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "other",

@@ -30,13 +30,16 @@ PANEL = (4 if IS_ARM else 3 if LANES == 16 else 2) * LANES
 OLDEST_TORCH = (2, 10)
 #: Seconds that a compiler may take; two are usual.
 TIMEOUT = 120
-#: The others are defined in the source, where no tag can be: without this one, keys and values are copied at each step.
-ATTENTION = "attention(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor"
-_OPERATORS = operators.Library("hfgen_native", "FRAGMENT")
-_OPERATORS.define(ATTENTION, tags=(torch.Tag.flexible_layout,))
 
 
 # ---------------------------------------------------------------- the operators
+
+_OPERATORS = operators.Library("hfgen_native", "FRAGMENT")
+# The source defines the others, without tags. Without this one, inductor copies all keys and values at each step.
+_OPERATORS.define(
+    "attention(Tensor queries, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
 
 
 @cache
