@@ -792,18 +792,18 @@ def test_weights_in_huge_pages_are_copies_with_a_storage_of_their_own(monkeypatc
 def test_weights_that_are_used_as_they_are_move_to_huge_pages(tmp_path):
     """All but those whose memory others see as well."""
     torch.manual_seed(0)
-    tied, shared, alone = (nn.Linear(64, 64, bias=False).bfloat16() for _ in range(3))
-    twin = nn.Linear(64, 64, bias=False)
+    tied, twin, shared, of_all, alone = (nn.Linear(64, 64, bias=False).bfloat16() for _ in "12345")
     twin.weight = nn.Parameter(tied.weight.data)
     shared.weight.share_memory_()
-    model = nn.Sequential(tied, twin, shared, alone)
+    of_all.weight.data = torch.randn(3 * 64, 64).bfloat16()[64:128]  # as trainers keep them
+    model = nn.Sequential(tied, twin, shared, of_all, alone)
     before = {name: (weight.data_ptr(), weight) for name, weight in model.named_parameters()}
     saved = {name: weight.clone() for name, weight in model.state_dict().items()}
     hfgen.optimize(model, kernels="bf16")
     after = dict(model.named_parameters())
     assert all(after[name] is weight for name, (_, weight) in before.items())
     moved = {name for name, (address, weight) in before.items() if weight.data_ptr() != address}
-    assert moved == {"3.weight"}
+    assert moved == {"4.weight"}
     assert shared.weight.is_shared()
     for state in (model.state_dict(), hfgen.restore(model).state_dict()):
         assert all(torch.equal(state[name], weight) for name, weight in saved.items())

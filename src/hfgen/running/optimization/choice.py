@@ -267,15 +267,13 @@ def _move_weights(model: nn.Module) -> None:
 
     Those that share their memory, with other processes or with each other, stay where they are.
     """
-    weights = [
-        weight
-        for weight in model.parameters()
-        if type(weight) is nn.Parameter and weight.layout is torch.strided and weight.numel()
-    ]
-    uses = Counter(weight.data_ptr() for weight in weights)
+    plain = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
+    weights = [each for each in plain if each.layout is torch.strided and each.dtype in DTYPES]
+    uses = Counter(weight.untyped_storage().data_ptr() for weight in weights)
     for weight in weights:
-        is_alone = uses[weight.data_ptr()] == 1 and not weight.is_shared()
-        if is_alone and weight.dtype in DTYPES and weight.is_contiguous():
+        memory = weight.untyped_storage()
+        is_alone = uses[memory.data_ptr()] == 1 and memory.nbytes() == weight.nbytes > 0
+        if is_alone and weight.is_contiguous() and not weight.is_shared():
             weight.data = in_huge_pages(weight.data)
 
 
