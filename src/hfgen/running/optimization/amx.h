@@ -1,7 +1,7 @@
 // Products by the tiles of AMX: 16 outputs with 16 words of their weights, 16 words of 16 rows, and the 16 x 16 sums.
 //
-// Weights are read as they are: (outputs, inputs). The processor adds an output's products in an order of its own, the
-// same for one row as for many.
+// Weights of bfloat16 are read as they are: (outputs, inputs). The processor adds an output's products in an order of
+// its own, the same for one row as for many. Weights of int8 are read in panels.
 
 #pragma once
 
@@ -139,7 +139,8 @@ void for_tiles(const Words* x, int64_t n_rows, const void* weights, int64_t n_wo
   _tile_release();
 }
 
-// Writes sums (vectors of outputs, rows) of as many rows of bytes x (rows, n_words) as tiles have by a panel (n_words, PANEL) of them.
+// Writes sums (vectors of outputs, rows) of bytes x (rows, n_words) by a panel (n_words, PANEL): of as many rows as the
+// tiles have.
 inline void multiply_panel(const int32_t* x, const int32_t* panel, int64_t n_words, Words (*sums)[TILE]) {
   _tile_zero(0);
   _tile_zero(1);

@@ -87,7 +87,7 @@ def optimize(
 
     A layer has one kernel for all numbers of rows. Type, weights and processor decide which, and never a
     measurement: the same call gives the same numbers in every process. ``model.optimization`` is a
-    report (``Report``). Modules, weights, hooks and adapters stay as they are. A weight that changes is
+    report (``Report``). Modules, values of weights, hooks and adapters stay as they are. A weight that changes is
     packed again at the next call; its layer's own forward runs in training mode and where gradients are
     recorded.
 
@@ -120,16 +120,15 @@ def optimize(
     chosen = _chosen(layers, weights, kernels, left_alone)
     shapes: dict[str, str] = {}
     extra_bytes = read_bytes = file_bytes = 0
-    is_moved = False
+    bf16 = [name for name, kernel in chosen.items() if kernel.name == "bf16" and folder is None]
+    read_as_is = {name for name in bf16 if has_tiles(layers[name].weight)}
+    if read_as_is:
+        _move_weights(model)
     for name, module in layers.items():
         n_out, n_in = module.weight.shape
         shapes[name] = f"{n_out} x {n_in} {str(module.weight.dtype).removeprefix('torch.')}"
         n_bytes = module.weight.numel() * module.weight.element_size()
         if (kernel := chosen.get(name)) is not None:
-            is_copied = kernel.name != "bf16" or folder is not None or not has_tiles(module.weight)
-            if not (is_copied or is_moved):
-                _move_weights(model)
-                is_moved = True
             vars(module)["forward"] = forward = PackedForward(module, kernel.name)
             forward.packed()  # here, and not in the first call
             if folder is not None:
@@ -137,7 +136,7 @@ def optimize(
                 file_bytes += n_bytes
             if kernel.bits is not None:
                 n_bytes = module.weight.numel() * kernel.bits // 8  # but for scales and padding
-            extra_bytes += n_bytes * is_copied
+            extra_bytes += n_bytes * (name not in read_as_is)
         read_bytes += n_bytes
     # glibc keeps what was freed; others have no such call
     with suppress(AttributeError, OSError, TypeError):

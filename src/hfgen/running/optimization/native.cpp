@@ -46,8 +46,8 @@ struct Call {
     if (weights.dim() == 2)
       fits = fits && has_tiles() && n_in && n_in % 32 == 0 && weights.size(0) == n_out && weights.size(1) == n_in;
     else
-      fits = fits && weights.dim() == 4 && weights.size(0) * PANEL >= n_out && weights.size(1) * weights.size(3) >= n_in &&
-             weights.size(2) == PANEL;
+      fits = fits && weights.dim() == 4 && weights.size(0) * PANEL >= n_out && weights.size(2) == PANEL &&
+             weights.size(1) * weights.size(3) >= n_in;
     STD_TORCH_CHECK(fits, "hfgen's product got shapes that do not fit each other");
     if (!added) return;
     Tensor values = dense(*added);
@@ -167,8 +167,8 @@ void multiply_as_they_are(const Call& call, const Tensor& weights) {
     auto blocks = in_blocks(x, call.n_rows * parts, call.n_in / 2, TILE / parts * parts);
     call.for_parts(OUTPUTS, [&](int64_t first, int64_t last) {
       for_tiles<parts>(blocks.get(), call.n_rows, weights.data_ptr(), call.n_in / 2, first * OUTPUTS,
-                               std::min(call.n_out, last * OUTPUTS),
-                               [&](auto row, auto output, auto* sums, auto n) { call.write<n>(sums, row, output); });
+                       std::min(call.n_out, last * OUTPUTS),
+                       [&](auto row, auto output, auto* sums, auto n) { call.write<n>(sums, row, output); });
     });
   };
   if (call.inputs.type == Numbers::BFLOAT16) return multiply(call.inputs.data, std::integral_constant<int, 1>());
@@ -235,8 +235,9 @@ inline float quantize(const float* x, int64_t n, uint8_t* bytes) {
   return largest / 127;
 }
 
-// x (..., n_in), each row rounded to int8 by its largest value, by weights (panels, n_words, PANEL, 4). scales and offsets (outputs of panels,): what a step of the weight is worth, and -128 times the
-// sum of the weights.
+// x (..., n_in), each row rounded to int8 by its largest value, by weights (panels, n_words, PANEL, 4). scales and
+// offsets (outputs of panels,): what a step of the weight is worth, and -128 times the sum of the weights. Sums of
+// integers are exact, so that rows keep their bits where many are multiplied by tiles.
 Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, const Tensor& scales,
                const Tensor& offsets, int64_t n_out) {
   Call call(x, bias, weights, n_out);
