@@ -105,9 +105,8 @@ def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
     call.config, config._call = config, call  # the hook may have made another one
     if call.rows is not None:
         rows.set_lengths(model, call, call.rows, fix)
-    for name in (
-        () if call.strategy is None else COUNTS
-    ):  # what no sequence can reach would cost time
+    counts = () if call.strategy is None else COUNTS
+    for name in counts:  # what no sequence can reach would cost time
         if (count := getattr(config, name, None)) is not None:
             setattr(config, name, min(count, config.max_length))
     if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:

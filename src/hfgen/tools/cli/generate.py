@@ -165,9 +165,8 @@ def print_logprobs(loaded: Loaded, result: measure.Generated) -> None:
         n = min(len(logprobs), 1 if kind == "prompt" else len(logprobs))
         for row in range(n):
             out.print(f"\n[bold]{kind} {row + 1} of {n}[/]" if n > 1 else f"\n[bold]{kind}[/]")
-            out.print(
-                logprobs_table(logprobs[row], pieces, logprobs.settings.mode.endswith("logits"))
-            )
+            is_logits = logprobs.settings.mode.endswith("logits")
+            out.print(logprobs_table(logprobs[row], pieces, is_logits))
 
 
 def probability(logprob: float, is_logit: bool) -> str:
