@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import threading
 import time
@@ -206,6 +207,32 @@ def test_the_compilers_own_code_gives_the_same_tokens(plain):
             assert torch.equal(generate(model, inputs), generate(plain, inputs))
         assert model.optimization.graph.failure is None
         assert "4 of 4 decoder layers compiled so far\n" in str(model.optimization)
+        known = model.model.layers[3].forward.known.checked.values()
+        assert {graph.graph.run.__self__.__class__.__name__ for graph in known} == {"Runner"}
+
+
+@pytest.mark.parametrize("length", [9, 40])  # short caches are concatenated, longer ones grow in place
+def test_a_forward_that_ends_early_leaves_the_cache_of_later_layers(plain, compiled, length):
+    ids = tiny.prompt(2, length)
+    expected = generate(plain, ids, max_new_tokens=30)
+
+    n_calls = itertools.count()
+
+    def fail_in_fifth_forward(*_: Any) -> None:
+        if next(n_calls) == 4:
+            raise LookupError
+
+    cache = DynamicCache(config=compiled.config)
+    hook = compiled.model.layers[2].register_forward_pre_hook(fail_in_fifth_forward)
+    with pytest.raises(LookupError):
+        generate(compiled, ids[:1], past_key_values=cache, max_new_tokens=30)
+    hook.remove()
+    assert [len(layer.keys[0, 0]) for layer in cache.layers] == [length + 4] * 2 + [length + 3] * 2
+    for layer in cache.layers[:2]:
+        layer.crop(-1)
+    found = generate(compiled, expected[:1, : length + 4], past_key_values=cache, max_new_tokens=26)
+    assert torch.equal(found, expected[:1])
+    assert torch.equal(generate(compiled, ids, max_new_tokens=30), expected)
 
 
 @pytest.fixture

@@ -126,6 +126,11 @@ class GrowingLayer(TakesRows, cache_utils.DynamicLayer):
         spare = self._growth.spare
         return self._keys.append(key_states, spare), self._values.append(value_states, spare)
 
+    def prepare(self, n: int) -> None:
+        """Make the room that ``reserve(n)`` returns."""
+        for name in ("_keys", "_values"):
+            vars(self)[name].prepare(n, self._growth.spare)
+
     def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
         """Room for ``n`` more tokens, which the caller writes: keys, values, and where in them it begins."""
         start, spare = self._keys.view.shape[-2], self._growth.spare

@@ -54,14 +54,16 @@ class GrowableTensor:
     ``buffer (…, capacity, size)`` belongs to this object alone. ``view`` ends at token ``end`` of it. Up to
     ``written``, tokens that a crop removed are overwritten only if no other tensor shares the memory. The
     first ``shared`` tokens of ``view`` are equal in all rows of a prompt. After rows have joined, the buffer
-    has room for more of them, and for tokens before ``view``.
+    has room for more of them, and for tokens before ``view``. ``ahead``: a view, and a longer one that ``prepare``
+    made to follow it.
     """
 
-    __slots__ = ("buffer", "end", "shared", "stride", "view", "written")
+    __slots__ = ("ahead", "buffer", "end", "shared", "stride", "view", "written")
 
     def __init__(self, view: Tensor | None = None) -> None:
         self.view: Any = view
         self.buffer: Any = None
+        self.ahead: tuple[Tensor, Tensor] | None = None
         self.end = self.written = self.shared = 0
         self.stride: tuple[int, ...] = ()
 
@@ -78,25 +80,42 @@ class GrowableTensor:
                 return self.view  # converted, or raised
             self._make_room(new, spare)
         self.buffer.as_strided(shape, self.stride, self.end * size).copy_(new)
-        return self._advance(added)
+        return self._extend(self._longer(added))
 
-    def _advance(self, n: int) -> Tensor:
-        """Move the end of ``view`` by ``n`` tokens of the buffer, which has room for them."""
-        shape = self.view.shape
-        length, size = shape[-2] + n, shape[-1]
-        self.end = self.end + n
-        self.written = max(self.written, self.end)
-        # as_strided is a third of the cost of narrow(), which counts in a small model's step.
-        start = (self.end - length) * size
-        self.view = self.buffer.as_strided((*shape[:-2], length, size), self.stride, start)
-        return self.view
-
-    def reserve(self, n: int, spare: Spare) -> Tensor:
-        """Append ``n`` tokens that the caller writes; return the view, never contiguous, for graphs."""
+    def prepare(self, n: int, spare: Spare) -> Tensor:
+        """Return what ``reserve(n)`` will, which does nothing more then than to adopt it."""
+        self.ahead = None
         if self.buffer is None or not (may_write_to(self.buffer) and self._has_room(n + 1)):
             *rest, _, size = self.view.shape
             self._make_room(self.view.new_empty((*rest, n + 1, size)), spare)
-        return self._advance(n)
+        longer = self._longer(n)
+        self.ahead = self.view, longer
+        return longer
+
+    def reserve(self, n: int, spare: Spare) -> Tensor:
+        """Append ``n`` tokens that the caller writes; return the view, never contiguous, for graphs."""
+        length = self.view.shape[-2] + n
+        view, longer = self.ahead or (None, self.view)
+        if view is not self.view or longer.shape[-2] != length:
+            longer = self.prepare(n, spare)
+        self.ahead = None
+        return self._extend(longer)
+
+    def _longer(self, n: int) -> Tensor:
+        """``view`` with ``n`` tokens more of the buffer, which has room for them."""
+        shape = self.view.shape
+        length, size = shape[-2] + n, shape[-1]
+        # as_strided is a third of the cost of narrow(), which counts in a small model's step.
+        start = (self.end + n - length) * size
+        longer: Tensor = self.buffer.as_strided((*shape[:-2], length, size), self.stride, start)
+        return longer
+
+    def _extend(self, longer: Tensor) -> Tensor:
+        """Set ``view`` to one that begins where it does."""
+        self.end += longer.shape[-2] - self.view.shape[-2]
+        self.written = max(self.written, self.end)
+        self.view = longer
+        return longer
 
     def drop_first(self, n_tokens: int) -> None:
         """Drop the first ``n_tokens``; nothing is copied."""
@@ -128,6 +147,7 @@ class GrowableTensor:
 
     def _is_shared(self) -> bool:
         """Whether a tensor that is not this object's own can see the buffer."""
+        self.ahead = None
         self.view = self.view[...]  # so that other holders of the former view are counted
         storage = self.buffer.untyped_storage()
         return bool(use_count(storage._cdata) > 3)  # buffer, view and storage

@@ -55,6 +55,11 @@ class _Forward(threading.local):
     positions: tuple[Any, Any] = (None, None)
     mask: tuple[Any, Any] = (None, None)
     step: Step | None = None
+    #: Whether the layers that have not run yet may run compiled, and with which cache and kind of hidden states.
+    kind: Any = None
+
+    def __init__(self) -> None:
+        self.may_run: dict[CompiledLayer, bool] = {}
 
 
 class _Known(threading.local):
@@ -79,6 +84,7 @@ class LayerGraph:
         #: How many layers run compiled in some calls; those of which no call decoded yet do not.
         self.n_layers = 0
         self.is_broken = False
+        self.layers: weakref.WeakSet[CompiledLayer] = weakref.WeakSet()
         self._function: Any = None
         self._forward = _Forward()
 
@@ -122,6 +128,19 @@ class LayerGraph:
             self.is_broken = True
             self.fail(error)
             return result
+
+    def may_run(self, layer: CompiledLayer, hidden: Tensor, cache: Any) -> bool:
+        """Whether ``layer`` may run compiled.
+
+        All layers are looked at when the first one runs. Between products, which read more weights than the
+        processor's caches hold, the code and the objects for it would come from memory for each layer.
+        """
+        forward = self._forward
+        kind = weakref.ref(cache), hidden.shape, hidden.dtype, hidden.device
+        if layer not in forward.may_run or forward.kind != kind:
+            forward.kind = kind
+            forward.may_run = {each: each.may_run(hidden, cache) for each in self.layers}
+        return forward.may_run.pop(layer)
 
     def prepare(self, layer: nn.Module, arguments: dict[str, Any]) -> bool:
         """Compile a graph for arguments like these, if no other layer has; return whether that works.
@@ -173,12 +192,13 @@ class LayerGraph:
 class CompiledLayer:
     """Set as ``forward`` of a decoder layer, which stays as it is in everything else.
 
-    The layer's own forward runs for prompts and wherever ``_place`` finds that a graph cannot, and where a part
+    The layer's own forward runs for prompts and wherever ``may_run`` finds that a graph cannot, and where a part
     of the layer has a hook. (Transformers leaves some, which do nothing unless outputs are collected.)
     """
 
     def __init__(self, module: nn.Module, index: int, graph: LayerGraph) -> None:
         self.module, self.index, self.graph = module, index, graph
+        graph.layers.add(self)
         self._ready: set[tuple[Any, ...]] = set()  # for which kinds of arguments a graph is there
         self.known = _Known()
 
@@ -193,36 +213,40 @@ class CompiledLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.compiler.is_compiling() or self.graph.is_broken):
-            place = self._place(args, kwargs)
-            if place is not None and (kind := self._kind(args[0], place, kwargs)):
-                del kwargs[CACHE]
-                return self.graph(self, args[0], place, kwargs, kind)
+            if self._takes(args, kwargs) and self.graph.may_run(self, args[0], kwargs[CACHE]):
+                place = kwargs[CACHE].layers[self.index]
+                if kind := self._kind(args[0], place, kwargs):
+                    del kwargs[CACHE]
+                    return self.graph(self, args[0], place, kwargs, kind)
             self._forget()  # a prompt: parts may have been replaced
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer of the cache, if the call is one that may run compiled."""
-        cache = kwargs.get(CACHE)
-        if len(args) != 1 or cache is None or torch.is_grad_enabled() or self.module.training:
-            return None
-        hidden, layers = args[0], getattr(cache, "layers", ())
-        if type(hidden) is not Tensor or hidden.dim() != 3 or self.index >= len(layers):
-            return None
+    def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a graph may take arguments like these."""
+        if len(args) != 1 or torch.is_grad_enabled() or self.module.training:
+            return False
+        is_tensor = type(args[0]) is Tensor and args[0].dim() == 3
+        is_mask = isinstance(kwargs.get("attention_mask"), Tensor | None)  # or flex attention's
+        return is_tensor and is_mask and kwargs.get(CACHE) is not None
+
+    def may_run(self, hidden: Tensor, cache: Any) -> bool:
+        """Whether the layer may run compiled; if so, its part of the cache gets room for new tokens."""
+        layers = getattr(cache, "layers", ())
+        if hidden.shape[1] > MOST_NEW or self.index >= len(layers):
+            return False
         place = layers[self.index]
         if type(place) not in ROOMY:
             kind = type(place).__name__
             logger.warning_once(f"Decoder layers with a {kind} in the cache run uncompiled.")
-            return None
-        if not place.is_initialized or hidden.shape[1] > MOST_NEW:
-            return None
-        if not isinstance(kwargs.get("attention_mask"), Tensor | None):  # flex attention's
-            return None
+            return False
+        if not place.is_initialized:
+            return False
         if isinstance(place, SlicedStaticLayer) and place._visible.is_recording:
-            return None
+            return False
         if place.keys.dtype is not hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
-            return None
+            return False
         if _get_current_dispatch_mode() is not None:  # it sees each operator, and none of a graph
-            return None
+            return False
         known, number = self.known, vars(cache).get("call_number")
         if known.call is None or known.call[0]() is not cache or known.call[1] != number:
             self._forget()
@@ -234,7 +258,11 @@ class CompiledLayer:
         elif any(forward.packed() is not packed for forward, packed in known.packed):
             self._forget()
             self._ready.clear()
-        return place if len(place.keys) == len(hidden) and not self._is_watched() else None
+        if len(place.keys) != len(hidden) or self._is_watched():
+            return False
+        if isinstance(place, GrowingLayer):
+            place.prepare(hidden.shape[1])
+        return True
 
     def _forget(self) -> None:
         """Look at hooks, weights and guards again."""
