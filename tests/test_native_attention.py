@@ -206,19 +206,31 @@ def test_drafts_attend_by_it():
 
 def test_keys_of_a_group_of_heads_are_read_where_they_are(monkeypatch):
     """transformers repeats them for each head where there is a mask."""
+    (operator,) = operators_of(monkeypatch, "attention", kernels="own")
+    assert [node.op for node in operator.args[1:4]] == ["placeholder"] * 3
+
+
+def operators_of(monkeypatch: pytest.MonkeyPatch, name: str, **options: Any) -> list[Any]:
+    """The calls of an operator in the graph of the layers."""
     need_operator()
     operators: list[Any] = []
 
     def noting(module: Any, inputs: Any) -> Any:
-        target = torch.ops.hfgen_native.attention.default
+        target = getattr(torch.ops.hfgen_native, name).default
         operators.extend(module.graph.find_nodes(op="call_function", target=target))
         return module.forward
 
     monkeypatch.setattr(compiled_layers, "BACKEND", noting)
-    model = hfgen.optimize(llama(), compile=True, kernels="own")
-    model.generate(**PADDED, **LENGTH)
-    (operator,) = operators
-    assert [node.op for node in operator.args[1:4]] == ["placeholder"] * 3
+    hfgen.optimize(llama(), compile=True, **options).generate(**PADDED, **LENGTH)
+    return operators
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "int8"}], ids=["float", "int8"])
+def test_products_of_the_same_activations_are_one_call(monkeypatch, options):
+    joined = operators_of(monkeypatch, "linears", **options)
+    assert [len(node.args[3]) for node in joined] == [3, 2]  # q, k, v; gate, up
+    alone = operators_of(monkeypatch, "linear8" if options else "linear", **options)
+    assert len(alone) == 2  # o, down
 
 
 def test_the_compilers_own_code_copies_no_cache():

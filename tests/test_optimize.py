@@ -840,3 +840,21 @@ def test_a_weight_that_is_used_as_it_is(tmp_path):
             operator(x, None, wrong.detach(), 80)
     with pytest.raises(RuntimeError, match="weights of bfloat16"):
         operator(x, None, layer.weight.detach().half(), 80)
+
+
+def test_products_of_the_same_activations_are_one_call():
+    need("fp32")
+    x = torch.randn(3, 96)
+    for weights in (None, "int8"):
+        layers = [nn.Linear(96, n, bias=n == 40) for n in (64, 40, 8)]
+        of_float32 = [native.of_numbers(layer.weight, torch.float32) for layer in layers]
+        products = [native.of_int8(layer.weight) for layer in layers] if weights else of_float32
+        biases, n_outs = [layer.bias for layer in layers], [64, 40, 8]
+        packed = [tensor for product in products for tensor in product.tensors]
+        with torch.no_grad():
+            found = torch.ops.hfgen_native.linears(x, biases, packed, n_outs)
+            for result, product, bias in zip(found, products, biases, strict=True):
+                assert torch.equal(result, product(x, bias))
+            for wrong in ((biases[:2], packed, n_outs), (biases, packed[:2], n_outs)):
+                with pytest.raises(RuntimeError, match="lists that do not fit"):
+                    torch.ops.hfgen_native.linears(x, *wrong)

@@ -121,6 +121,7 @@ class Graph:
 
     def __init__(self, backend: Callable[..., Any], module: Any, inputs: list[Any]) -> None:
         use_native_attention(module)
+        join_products(module)
         nodes = module.graph.find_nodes(op="placeholder")
         self._compiled = backend(module, inputs)
         #: Takes a list of inputs, which it empties.
@@ -262,7 +263,28 @@ def _key(arguments: Arguments) -> Any:
     return (*map(id, shared), hidden.shape, keys.shape, values.shape, strides, keys.dtype)
 
 
-# ---------------------------------------------------------------- attention in a graph
+# ---------------------------------------------------------------- products and attention in a graph
+
+
+def join_products(module: torch.fx.GraphModule) -> None:
+    """Make native products of the same activations one call."""
+    graph, groups = module.graph, dict[Any, list[torch.fx.Node]]()
+    for node in graph.nodes:
+        if str(node.target) in ("hfgen_native.linear.default", "hfgen_native.linear8.default"):
+            groups.setdefault((node.target, node.args[0]), []).append(node)
+    for (_, x), products in groups.items():
+        if len(products) == 1:
+            continue
+        biases, packed = [n.args[1] for n in products], [w for n in products for w in n.args[2:-1]]
+        with graph.inserting_before(products[0]):
+            arguments = x, biases, packed, [n.args[-1] for n in products]
+            joined = graph.call_function(torch.ops.hfgen_native.linears.default, arguments)
+            parts = [graph.call_function(operator.getitem, (joined, i)) for i in range(len(products))]
+        for node, part in zip(products, parts, strict=True):
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+    module.recompile()
+
 
 #: What ``F.scaled_dot_product_attention`` is, where nobody has replaced it.
 TORCHS = torch._C._nn.scaled_dot_product_attention

@@ -298,12 +298,31 @@ Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor&
   return call.result;
 }
 
+// ---------------------------------------------------------------- several products of the same activations
+
+// ``linear``, or ``linear8`` with three tensors of packed for each product: a call from Python takes as long as a small
+// product.
+std::vector<Tensor> linears(const Tensor& x, const std::vector<std::optional<Tensor>>& biases,
+                            const std::vector<Tensor>& packed, const std::vector<int64_t>& n_outs) {
+  bool is_int8 = packed.size() == 3 * n_outs.size();
+  STD_TORCH_CHECK(biases.size() == n_outs.size() && (is_int8 || packed.size() == n_outs.size()),
+                  "hfgen's products got lists that do not fit each other");
+  std::vector<Tensor> results;
+  for (size_t i = 0; i < n_outs.size(); i++) {
+    const Tensor* weights = &packed[is_int8 ? 3 * i : i];
+    results.push_back(is_int8 ? linear8(x, biases[i], weights[0], weights[1], weights[2], n_outs[i])
+                              : linear(x, biases[i], weights[0], n_outs[i]));
+  }
+  return results;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(hfgen_native, library) {
   library.def("has_tiles() -> bool");
   library.def("linear(Tensor x, Tensor? bias, Tensor weights, int n_out) -> Tensor");
   library.def("linear8(Tensor x, Tensor? bias, Tensor weights, Tensor scales, Tensor offsets, int n_out) -> Tensor");
+  library.def("linears(Tensor x, Tensor?[] biases, Tensor[] packed, int[] n_outs) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hfgen_native, CompositeExplicitAutograd, library) {
@@ -313,5 +332,6 @@ STABLE_TORCH_LIBRARY_IMPL(hfgen_native, CompositeExplicitAutograd, library) {
 STABLE_TORCH_LIBRARY_IMPL(hfgen_native, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("linear8", TORCH_BOX(&linear8));
+  library.impl("linears", TORCH_BOX(&linears));
   library.impl("attention", TORCH_BOX(&attention));
 }

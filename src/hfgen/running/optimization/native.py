@@ -55,6 +55,10 @@ def failure() -> str | None:
     for name in ("linear", "linear8"):
         operators.register_fake(f"hfgen_native::{name}", shape_of_linear)
     operators.register_fake(
+        "hfgen_native::linears",
+        lambda x, biases, packed, n_outs: [shape_of_linear(x, None, n) for n in n_outs],
+    )
+    operators.register_fake(
         "hfgen_native::attention", lambda q, k, v, *_: q.new_empty((*q.shape[:-1], v.shape[-1]))
     )
     return None
