@@ -212,7 +212,9 @@ def test_the_compilers_own_code_gives_the_same_tokens(plain, monkeypatch):
         assert {graph.graph.run.__self__.__class__.__name__ for graph in known} == {"Runner"}
 
 
-@pytest.mark.parametrize("length", [9, 40])  # short caches are concatenated, longer ones grow in place
+@pytest.mark.parametrize(
+    "length", [9, 40]
+)  # short caches are concatenated, longer ones grow in place
 def test_a_forward_that_ends_early_leaves_the_cache_of_later_layers(plain, compiled, length):
     ids = tiny.prompt(2, length)
     expected = generate(plain, ids, max_new_tokens=30)

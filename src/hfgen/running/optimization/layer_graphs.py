@@ -7,7 +7,6 @@ call. So guards are checked once per call, and later steps call the graph direct
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,8 +19,7 @@ from transformers.cache_utils import Cache
 
 from ...families import CACHE
 from ...memory.caches.static_layers import mark_dynamic
-from . import native
-from .kernels import DTYPES
+from .lowering import lower
 
 #: Sizes of the stand-ins, the same in every process: rows, new tokens, tokens seen, room for tokens.
 ROWS, NEW, SEEN, ROOM = 2, 3, 37, 53
@@ -120,8 +118,7 @@ class Graph:
     """A backend of ``torch.compile``, and one graph that it made: its code, and where its inputs come from."""
 
     def __init__(self, backend: Callable[..., Any], module: Any, inputs: list[Any]) -> None:
-        use_native_attention(module)
-        join_products(module)
+        lower(module)
         nodes = module.graph.find_nodes(op="placeholder")
         self._compiled = backend(module, inputs)
         #: Takes a list of inputs, which it empties.
@@ -261,100 +258,3 @@ def _key(arguments: Arguments) -> Any:
     shared = arguments["positions"], *arguments["kwargs"].values()
     strides = hidden.stride(), keys.stride(), values.stride()
     return (*map(id, shared), hidden.shape, keys.shape, values.shape, strides, keys.dtype)
-
-
-# ---------------------------------------------------------------- products and attention in a graph
-
-
-def join_products(module: torch.fx.GraphModule) -> None:
-    """Make native products of the same activations one call."""
-    graph, groups = module.graph, dict[Any, list[torch.fx.Node]]()
-    for node in graph.nodes:
-        if str(node.target) in ("hfgen_native.linear.default", "hfgen_native.linear8.default"):
-            groups.setdefault((node.target, node.args[0]), []).append(node)
-    for (_, x), products in groups.items():
-        if len(products) == 1:
-            continue
-        biases, packed = [n.args[1] for n in products], [w for n in products for w in n.args[2:-1]]
-        with graph.inserting_before(products[0]):
-            arguments = x, biases, packed, [n.args[-1] for n in products]
-            joined = graph.call_function(torch.ops.hfgen_native.linears.default, arguments)
-            parts = [graph.call_function(operator.getitem, (joined, i)) for i in range(len(products))]
-        for node, part in zip(products, parts, strict=True):
-            node.replace_all_uses_with(part)
-            graph.erase_node(node)
-    module.recompile()
-
-
-#: What ``F.scaled_dot_product_attention`` is, where nobody has replaced it.
-TORCHS = torch._C._nn.scaled_dot_product_attention
-#: How transformers adds a dimension to keys, along which it repeats them for the heads of a group.
-FOR_GROUPS = (slice(None), slice(None), None, slice(None), slice(None))
-
-
-def use_native_attention(module: torch.fx.GraphModule) -> None:
-    """Replace torch's attention in a graph of torch.compile's front end, where the operator computes the same."""
-    for node in module.graph.find_nodes(op="call_function", target=TORCHS):
-        with module.graph.inserting_before(node):
-            if (output := _native(module.graph, *node.args, **node.kwargs)) is not None:
-                node.replace_all_uses_with(output)
-                module.graph.erase_node(node)
-    module.recompile()
-
-
-def _native(
-    graph: torch.fx.Graph,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    scale: Any = None,
-    enable_gqa: Any = False,
-) -> torch.fx.Node | None:
-    """The node of the operator for the arguments of ``scaled_dot_product_attention``; None if it does not take them."""
-    key, value = _not_repeated(key), _not_repeated(value)
-    states = [node.meta["example_value"] for node in (query, key, value)]
-    q, k, v = states
-    fits = all(x.dim() == 4 and x.device.type == "cpu" and x.dtype == q.dtype for x in states)
-    if not fits or q.dtype not in DTYPES or dropout_p != 0 or is_causal is not False:
-        return None
-    if any(x.shape[3] % native.LANES for x in states):
-        return None
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes time: sympy
-
-    equal = [(k.shape[0], q.shape[0]), (v.shape[0], q.shape[0]), (v.shape[1], k.shape[1])]
-    equal += [(q.shape[1] % k.shape[1], 0)]
-    if attn_mask is not None:
-        mask: Tensor = attn_mask.meta["example_value"]
-        if mask.dtype not in (torch.bool, q.dtype) or mask.dim() != 4:
-            return None
-        sizes = zip(mask.shape[:3], q.shape[:3], strict=True)
-        equal += [pair for pair in sizes if not statically_known_true(pair[0] == 1)]
-        equal += [(mask.shape[3], k.shape[2])]
-    if not all(statically_known_true(one == other) for one, other in equal):
-        return None
-    if native.failure() is not None:
-        return None
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    arguments = graph.call_method("transpose", (query, 1, 2)), key, value, attn_mask, scale
-    output = graph.call_function(torch.ops.hfgen_native.attention.default, arguments)
-    return graph.call_method("transpose", (output, 1, 2))
-
-
-def _not_repeated(states: Any) -> Any:
-    """The node of the keys or values that ``states`` repeats for the heads of a group; ``states`` if it does not."""
-    chain = [states]
-    for name in ("reshape", "expand"):
-        if chain[-1].op != "call_method" or chain[-1].target != name:
-            return states
-        chain.append(chain[-1].args[0])
-    if chain[-1].target is not operator.getitem or chain[-1].args[1] != FOR_GROUPS:
-        return states
-    own = chain[-1].args[0]
-    rows, heads, *sizes = own.meta["example_value"].shape
-    n = chain[1].meta["example_value"].shape[2]
-    shapes = [tuple(node.meta["example_value"].shape) for node in chain[:2]]
-    is_repeated = shapes == [(rows, heads * n, *sizes), (rows, heads, n, *sizes)]
-    return own if is_repeated else states
