@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.cpu_vec_isa import VecAVX512
 from torch.profiler import ProfilerActivity, profile
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -231,6 +233,19 @@ def test_products_of_the_same_activations_are_one_call(monkeypatch, options):
     assert [len(node.args[3]) for node in joined] == [3, 2]  # q, k, v; gate, up
     alone = operators_of(monkeypatch, "linear8" if options else "linear", **options)
     assert len(alone) == 2  # o, down
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="other processors have one kind of vectors"
+)
+def test_the_compiler_is_not_tried_out_again():
+    need_operator()
+    plain, newer = VecAVX512(), VecAVX512()
+    newer._arch_flags += " -mamx-fp16"
+    with native.known_compiler():
+        assert plain.check_build("no C++")
+        assert not newer.check_build("no C++")  # the library does not show that it knows these
+    assert not plain.check_build("no C++")
 
 
 def test_the_compilers_own_code_copies_no_cache():

@@ -28,6 +28,7 @@ from ...settings.logs import logger
 from ...state.hooks import is_idle
 from ..views import HOOKS
 from .layer_graphs import Checked, Graph, Step, checked, forward_layer, stand_ins
+from .native import known_compiler
 
 #: What ``torch.compile`` compiles with.
 BACKEND = "inductor"
@@ -168,6 +169,7 @@ class LayerGraph:
                 compiler.patch(dynamic_sources=NUMBERS),
                 dynamo.patch(automatic_dynamic_shapes=False, recompile_limit=MOST_GRAPHS),
                 inductor.patch(size_asserts=False),
+                known_compiler(),
                 torch.no_grad(),
             ):
                 view = view_without_hooks(layer)

@@ -25,8 +25,7 @@ def lower(module: torch.fx.GraphModule) -> None:
     for node in graph.find_nodes(op="call_function", target=TORCHS):
         with graph.inserting_before(node):
             if (output := _native(graph, *node.args, **node.kwargs)) is not None:
-                node.replace_all_uses_with(output)
-                graph.erase_node(node)
+                _replace(node, output)
     _join_products(graph)
     module.recompile()
 
@@ -48,8 +47,14 @@ def _join_products(graph: torch.fx.Graph) -> None:
                 graph.call_function(operator.getitem, (joined, i)) for i, _ in enumerate(products)
             ]
         for node, part in zip(products, parts, strict=True):
-            node.replace_all_uses_with(part)
-            graph.erase_node(node)
+            _replace(node, part)
+
+
+def _replace(node: torch.fx.Node, other: torch.fx.Node) -> None:
+    """Use ``other`` in place of ``node``. Without what is known of it, the compiler stores no graph in its cache."""
+    other.meta = node.meta.copy()
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
 
 
 def _native(
@@ -88,9 +93,9 @@ def _native(
     if native.failure() is not None:
         return None
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    arguments = graph.call_method("transpose", (query, 1, 2)), key, value, attn_mask, scale
+    arguments = graph.call_function(torch.transpose, (query, 1, 2)), key, value, attn_mask, scale
     output = graph.call_function(torch.ops.hfgen_native.attention.default, arguments)
-    return graph.call_method("transpose", (output, 1, 2))
+    return graph.call_function(torch.transpose, (output, 1, 2))
 
 
 def _not_repeated(states: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,28 @@ def _library() -> Path:
             os.fsync(file.fileno())
         partial.replace(library)
     return library
+
+
+@contextmanager
+def known_compiler() -> Iterator[None]:
+    """Within: inductor takes it that the compiler knows this processor's instructions, as the library shows.
+
+    It would build and load ten libraries to find out: 5 s of a first call, 1.4 s where they lie in its cache.
+    """
+    isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa").VecISA
+    check = getattr(isa, "check_build", None)
+    is_known = (
+        failure() is None and _supports_amx() == _has_amx() and platform.machine() == "x86_64"
+    )
+    if check is None or not is_known:
+        yield
+        return
+    # These instructions need a newer compiler than the library.
+    isa.check_build = lambda self, code: "amx-fp16" not in self._arch_flags or check(self, code)
+    try:
+        yield
+    finally:
+        isa.check_build = check
 
 
 def _folder() -> Path:
@@ -197,8 +221,11 @@ def has_tiles(weight: Tensor) -> bool:
 
 @cache
 def _has_amx() -> bool:
-    has_instructions = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return has_instructions and failure() is None and torch.ops.hfgen_native.has_tiles()
+    return _supports_amx() and failure() is None and torch.ops.hfgen_native.has_tiles()
+
+
+def _supports_amx() -> bool:
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
 def _panels(weight: Tensor) -> Tensor:
