@@ -849,3 +849,41 @@ def test_another_number_of_rows_is_an_error_that_leaves_the_cache_alone() -> Non
     with pytest.raises(ValueError, match="3 sequences, but the call has 2 prompts"):
         model.generate(tiny.prompt(length=9), past_key_values=cache, max_new_tokens=2)
     equal(before, list(filled(cache)))
+
+
+def with_a_short_decoder() -> Any:
+    model = tiny.t5()
+    model.config.num_decoder_layers = 1
+    torch.manual_seed(0)
+    return type(model)(model.config).eval()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(partial(harness.upstream, name) for name in ("gemma3n_text", "gemma4_text")),
+        with_a_short_decoder,
+    ],
+    ids=["gemma3n_text", "gemma4_text", "t5"],
+)
+def test_a_cache_made_without_a_config_has_the_layers_that_are_written_to(build: Any) -> None:
+    """Fewer than the config tells: the last ones may share keys, and a decoder may be shorter."""
+    texts = []
+    for is_ours in (False, True):
+        model = copy.deepcopy(build())
+        model = hfgen.mix_into(model) if is_ours else model
+        cache: Any = DynamicCache()
+        ids, arguments = tiny.prompt(1, 9) % 60, {"max_new_tokens": 3, "eos_token_id": None}
+        if model.config.is_encoder_decoder:
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        first = model.generate(ids, past_key_values=cache, **arguments)
+        text = torch.cat([first, torch.tensor([[7, 8]])], dim=1)
+        if model.config.is_encoder_decoder:
+            arguments |= {
+                "decoder_input_ids": text,
+                "decoder_attention_mask": torch.ones_like(text),
+            }
+        else:
+            ids = text
+        texts.append(model.generate(ids, past_key_values=cache, **arguments))
+    assert torch.equal(*texts)

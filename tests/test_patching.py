@@ -945,7 +945,9 @@ def test_a_class_of_transformers_that_a_library_changes_is_used(
     kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ``__call__``, also of the class that hfgen's own stands for; or the name in upstream's module."""
-    modes = [{"do_sample": "top_k" in options}, {"do_sample": True, "num_beams": 2}]
+    modes: list[dict[str, Any]] = [{"do_sample": "top_k" in options}]
+    modes += [{"do_sample": True, "num_beams": 2}]
+    modes += [{"prompt_lookup_num_tokens": 2, "inputs": IDS[:1], "do_sample": "top_k" in options}]
     calls = [{"inputs": IDS, "pad_token_id": 3} | mode | options for mode in modes]
 
     def of_both(model: Any) -> list[Any]:
@@ -981,6 +983,8 @@ def repeating(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         ("LogitsProcessorList", shaken, {"num_beams": 2}),
         ("MaxLengthCriteria", at_odd_ids, {"max_length": 9}),
         ("StoppingCriteriaList", at_odd_ids, {}),
+        ("StoppingCriteriaList", at_odd_ids, {"prompt_lookup_num_tokens": 2}),
+        ("MaxLengthCriteria", at_odd_ids, {"prompt_lookup_num_tokens": 2, "max_length": 9}),
         ("_speculative_sampling", no_draft, {"do_sample": True}),  # and an assistant
         ("PromptLookupCandidateGenerator", repeating, {"prompt_lookup_num_tokens": 2}),
         (
@@ -1017,6 +1021,39 @@ def test_a_name_in_transformers_module_that_a_library_replaces_is_used(
     assert bool(repeating.asked) == (replacement is repeating)  # type: ignore[attr-defined]
     assert tokens == generated(_built("llama"), **call).tolist()
     assert (tokens == plain) == (replacement is repeating)  # drafts change no greedy token
+
+
+def test_criteria_of_a_subclass_of_the_list_are_asked_where_drafts_are_verified() -> None:
+    class EndsAtOddIds(transformers.StoppingCriteriaList):
+        __call__ = at_odd_ids
+
+    class Model(LlamaForCausalLM):
+        def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+            return EndsAtOddIds(super()._get_stopping_criteria(*args, **kwargs))
+
+    model = _copy()
+    model.__class__ = Model
+    call = {"inputs": IDS[:1], "prompt_lookup_num_tokens": 2}
+    expected = generated(model, **call)
+    assert expected.shape[1] < 14
+    assert torch.equal(generated(hfgen.mix_into(model), **call), expected)
+
+
+def test_classes_of_results_that_a_library_replaces_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module: Any = transformers.generation.utils
+    model = hfgen.mix_into(copy.deepcopy(_built("bart_seq2seq")))
+    for name in ("GenerateEncoderDecoderOutput", "DynamicCache"):
+        subclass = type(f"My{name}", (getattr(module, name),), {"__module__": __name__})
+        monkeypatch.setattr(module, name, subclass)
+    output = generated(model, return_dict_in_generate=True)
+    parts = (
+        output.past_key_values.self_attention_cache,
+        output.past_key_values.cross_attention_cache,
+    )
+    names = [type(each).__name__ for each in (output, *parts)]
+    assert names == ["MyGenerateEncoderDecoderOutput", "MyDynamicCache", "MyDynamicCache"]
 
 
 def test_a_head_that_the_model_does_not_show(model: Any, expected: Tensor) -> None:

@@ -463,6 +463,21 @@ def test_everything_is_as_with_upstreams_static_cache(case, fine_grain):
         assert report.theirs.error is None
 
 
+@pytest.mark.parametrize("family", ["falcon_h1", "zamba2", "llama"])
+def test_a_second_turn_forwards_what_a_cache_with_recurrent_states_lacks(family):
+    """The layers of the first two have such states and attention, and count tokens."""
+    ids, more = tiny.prompt(1, 9) % 60, torch.tensor([[7, 8, 9]])
+    lengths, texts = [], []
+    for model in (harness.upstream(family), harness.ours(family)):
+        output = greedy(model, ids, 3, max_cache_len=40, return_dict_in_generate=True, **STATIC)
+        text, given = torch.cat([output.sequences, more], dim=1), output.past_key_values
+        output = greedy(model, text, 6, return_dict_in_generate=True, **{CACHE: given})
+        lengths.append(int(output.past_key_values.get_seq_length()))
+        texts.append(output.sequences)
+    assert lengths == [9 + 3 + 3 + 6 - 1] * 2
+    assert torch.equal(*texts)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_fewer_keys_are_the_same_numbers(model, attention):
     upstream = tiny.llama()

@@ -147,7 +147,7 @@ def validate_generation_mode(
     """Raise ``ValueError`` for a mode that the model, or the other arguments, rule out."""
     supported = getattr(self, "_supported_generation_modes", None)
     if supported is not None and generation_mode not in supported:
-        names = ", ".join(mode.value for mode in supported)
+        names = ", ".join(str(getattr(mode, "value", mode)) for mode in supported)
         asked = f"the arguments ask for {generation_mode.value}"
         raise ValueError(f"{type(self).__name__} decodes with {names}; {asked}.")
     mode = MODES[generation_mode]

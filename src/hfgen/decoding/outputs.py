@@ -24,11 +24,11 @@ from ..state.text import context_of, decode
 #: The return type of ``generate`` if that is not a tensor of ids.
 GenerateOutput: TypeAlias = upstream.GenerateNonBeamOutput | upstream.GenerateBeamOutput
 #: The class of the output: of an encoder-decoder or not, with beams or without.
-OUTPUTS: dict[tuple[bool, bool], type[GenerateOutput]] = {
-    (False, False): upstream.GenerateDecoderOnlyOutput,
-    (False, True): upstream.GenerateBeamDecoderOnlyOutput,
-    (True, False): upstream.GenerateEncoderDecoderOutput,
-    (True, True): upstream.GenerateBeamEncoderDecoderOutput,
+OUTPUTS = {
+    (False, False): "GenerateDecoderOnlyOutput",
+    (False, True): "GenerateBeamDecoderOnlyOutput",
+    (True, False): "GenerateEncoderDecoderOutput",
+    (True, True): "GenerateBeamEncoderDecoderOutput",
 }
 
 
@@ -115,7 +115,8 @@ class Recording(Observer):
             for name in ("attentions", "hidden_states"):
                 is_asked = getattr(run.config, f"output_{name}")
                 fields[f"encoder_{name}"] = encoder.get(name) if is_asked else None
-        output: Any = OUTPUTS[run.is_encoder_decoder, "beam_indices" in result](**fields)
+        name = OUTPUTS[run.is_encoder_decoder, "beam_indices" in result]
+        output: Any = getattr(upstream, name)(**fields)  # a library may have replaced it
         # A recipe may run on a model that is not mixed, whose config lacks the field.
         if getattr(run.config, "output_speculation", False):
             output.speculation = run.speculation

@@ -47,7 +47,11 @@ def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
     if decoder.layers and not cache_layers.is_foreign_part(decoder):
         config = model.config.get_text_config(decoder=True)
         expected, found = len(DynamicCache(config=config).layers), len(decoder.layers)
-        if expected and found != expected and not (found > expected and repeats_layers(config)):
+        # One that was made without a config has the layers that were written to.
+        n_shared = getattr(config, "num_kv_shared_layers", None) or 0
+        fitting = (expected, expected - n_shared, getattr(config, "num_decoder_layers", None))
+        is_longer = found > expected and repeats_layers(config)
+        if expected and found not in fitting and not is_longer:
             raise ValueError(
                 f"`{name}` has {found} layers, but {type(model).__name__} has {expected} that "
                 "keep states. It was filled by, or made for, another model."
@@ -55,8 +59,8 @@ def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
     # Without a mask over all tokens, ids begin with the first one.
     ids, mask = prompt.main_input, prompt.model_kwargs.get("attention_mask")
     is_text = prompt.main_input_name == "input_ids" and ids.ndim == 2 and ids.shape[1] > 0
-    if model.config.is_encoder_decoder or not is_text or all(getattr(cache, "is_linear", (False,))):
-        return  # recurrent states do not tell how many tokens they have seen
+    if model.config.is_encoder_decoder or not is_text or not cache_layers.counts_tokens(cache):
+        return
     # CPM-Ant puts so many tokens of its own before a prompt.
     n_cached = int(cache.get_seq_length()) - int(getattr(model.config, "prompt_length", None) or 0)
     has_whole_mask = mask is not None and (mask.ndim != 2 or mask.shape[1] > ids.shape[1])

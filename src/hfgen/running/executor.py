@@ -165,8 +165,10 @@ def uncached_length(
     embeds: torch.Tensor | None = None,
 ) -> int | None:
     """How many tokens of the prompt the cache does not hold; ``None``: forward all ``input_ids``."""
-    if (cache := model_kwargs.get(CACHE)) is None or all(getattr(cache, "is_linear", (False,))):
-        return None  # recurrent states do not tell how many tokens they have seen
+    if (cache := model_kwargs.get(CACHE)) is None:
+        return None
+    if all(getattr(cache, "is_linear", (False,))) and not layers.counts_tokens(cache):
+        return None
     if embeds is not None:
         return int(embeds.shape[1] - cache.get_seq_length())
     prefix = "decoder_" if self.config.is_encoder_decoder else ""

@@ -18,6 +18,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from ...logits import logprobs
 from ...logits.processors.lists import reads_scores_only
+from ...logits.stopping import StoppingCriteriaList
 from ...state.run import Run
 from ...state.seeds import RowChoice
 from .drafted_rows import DraftedRows
@@ -179,8 +180,8 @@ def _processed(run: Run, rows: DraftedRows, logits: Tensor, length: int) -> Tens
 
 def is_plain(run: Run, verification: GreedyMatch | SpeculativeSampling) -> bool:
     """Whether tokens depend on logits alone, and ends on tokens and a length that nobody warns of."""
-    kinds = {type(criterion) for criterion in run.criteria}
-    for criterion in run.criteria:  # of lengths beyond the model's positions
+    criteria: Any = run.criteria
+    for criterion in criteria:  # of lengths beyond the model's positions
         positions = getattr(criterion, "max_position_embeddings", None)
         if positions is not None and criterion.max_length > positions + 1:
             return False
@@ -188,7 +189,8 @@ def is_plain(run: Run, verification: GreedyMatch | SpeculativeSampling) -> bool:
         type(verification) is GreedyMatch
         and verification.weight is None
         and all(map(reads_scores_only, run.processors))
-        and {MaxLengthCriteria} <= kinds <= {MaxLengthCriteria, EosTokenCriteria}
+        and type(criteria) is StoppingCriteriaList
+        and criteria.ids_only
     )
 
 

@@ -61,7 +61,16 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
     @property
     def length_only(self) -> bool:
         """Whether the length alone decides, so that nothing has to be read off the device."""
-        return set(map(type, self)) == {MaxLengthCriteria} and is_librarys(MaxLengthCriteria)
+        is_only = set(map(type, self)) == {MaxLengthCriteria} and is_librarys(MaxLengthCriteria)
+        return is_only and is_of_library(super().__call__.__func__)
+
+    @property
+    def ids_only(self) -> bool:
+        """Whether the length and the EOS tokens alone decide, and a length is given."""
+        kinds = {MaxLengthCriteria, EosTokenCriteria}
+        is_only = {MaxLengthCriteria} <= set(map(type, self)) <= kinds
+        are_kept = all(map(is_librarys, kinds)) and is_of_library(super().__call__.__func__)
+        return is_only and are_kept
 
 
 def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:

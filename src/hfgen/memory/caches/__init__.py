@@ -50,7 +50,7 @@ class CacheKind:
     name: str
     factory: Callable[[CacheRequest], Cache]
     settings: Callable[[Any, Any], None] | None = None
-    make_cross_attention: Callable[[CacheRequest], Cache] = lambda request: DynamicCache(
+    make_cross_attention: Callable[[CacheRequest], Cache] = lambda request: generation.DynamicCache(
         config=request.decoder_config
     )
     compiles: bool = False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 from transformers.cache_utils import (
+    CacheLayerMixin,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     StaticSlidingWindowLayer,
@@ -46,6 +47,15 @@ def layers_of(cache: Any) -> list[Any]:
 
 
 # ---------------------------------------------------------------- which layers
+
+
+def counts_tokens(cache: Any) -> bool:
+    """Whether a cache tells how many tokens it has seen; recurrent states alone do not."""
+    layers = getattr(decoder_cache(cache), "layers", None)
+    return layers is None or not all(
+        isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
+        for layer in layers
+    )
 
 
 def is_foreign(cache: Any) -> bool:
