@@ -133,14 +133,15 @@ class LayerGraph:
     def may_run(self, layer: CompiledLayer, hidden: Tensor, cache: Any) -> bool:
         """Whether ``layer`` may run compiled.
 
-        All layers are looked at when the first one runs. Between products, which read more weights than the
-        processor's caches hold, the code and the objects for it would come from memory for each layer.
+        All layers behind it are looked at as well. Between products, which read more weights than the processor's
+        caches hold, the code and the objects for it would come from memory for each layer.
         """
         forward = self._forward
         kind = weakref.ref(cache), hidden.shape, hidden.dtype, hidden.device
         if layer not in forward.may_run or forward.kind != kind:
             forward.kind = kind
-            forward.may_run = {each: each.may_run(hidden, cache) for each in self.layers}
+            behind = [each for each in self.layers if each.index >= layer.index]
+            forward.may_run = {each: each.may_run(hidden, cache) for each in behind}
         return forward.may_run.pop(layer)
 
     def prepare(self, layer: nn.Module, arguments: dict[str, Any]) -> bool:
