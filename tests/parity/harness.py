@@ -558,13 +558,13 @@ def _check(
 def breaks_by_drafts(case: Case, theirs: Outcome) -> bool:
     """Whether upstream's assisted decoding raises where hfgen decodes: documented differences.
 
-    It takes the image's keys out of mllama's cache, drafts placeholders of media and positions that
-    the model has not, and lets an assistant encode ids of -100 where the caller gave encoder outputs
+    It takes the image's keys out of mllama's cache, sizes bans for ids that ImageGPT does not score,
+    drafts placeholders of media and positions that the model has not, and lets an assistant encode ids of -100 where the caller gave encoder outputs
     alone, or ids beside embeddings.
     """
     if case.mode != ASSISTED:
         return False
-    has_lost_keys = case.family == "mllama" and "size of tensor" in theirs.message
+    has_lost_keys = case.family in ("mllama", "imagegpt") and "size of tensor" in theirs.message
     has_no_ids = case.options.get("encoder_outputs") == "alone" and theirs.error == "IndexError"
     has_both = case.options.get("encoder_embeds") == "only" and "inputs_embeds" in theirs.message
     placeholders = r"features and \w+ tokens do not match|source < number of ones in mask"
