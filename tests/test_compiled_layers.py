@@ -17,8 +17,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hfgen
+from hfgen.families import CACHE
 from hfgen.memory.caches.dynamic import GrowingLayer
 from hfgen.running.optimization import compiled_layers, kernels
 from hfgen.running.optimization.compiled_layers import CompiledLayer, LayerGraph, find_layers
@@ -201,6 +203,9 @@ def test_the_engine(plain, compiled):
     assert compiled.optimization.graph.failure is None
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning"
+)  # of what torch's compiler imports
 def test_the_compilers_own_code_gives_the_same_tokens(plain, monkeypatch):
     monkeypatch.setattr(compiled_layers, "BACKEND", "inductor")
     with hfgen.optimized(llama(), compile=True, kernels="own") as model:
@@ -210,6 +215,14 @@ def test_the_compilers_own_code_gives_the_same_tokens(plain, monkeypatch):
         assert "4 of 4 decoder layers compiled so far\n" in str(model.optimization)
         known = model.model.layers[3].forward.known.checked.values()
         assert {graph.graph.run.__self__.__class__.__name__ for graph in known} == {"Runner"}
+        versions: list[int] = []
+
+        def note(_: Any, args: Any, kwargs: Any) -> None:
+            versions.append(kwargs[CACHE].layers[0].keys._version)
+
+        model.model.layers[3].register_forward_pre_hook(note, with_kwargs=True)
+        generate(model, tiny.prompt(1, 40), max_new_tokens=6)
+        assert sorted(set(versions)) == versions  # each step's write is counted
 
 
 @pytest.mark.parametrize(
@@ -247,7 +260,7 @@ def test_a_second_look_within_a_forward_hides_no_change_of_earlier_layers(monkey
         if compile:
             forward = model.optimization.graph._forward
             model.model.layers[2].register_forward_pre_hook(
-                lambda *_, forward=forward: forward.may_run.clear()
+                lambda *_, forward=forward: forward.prepared.clear()
             )
         stream = model.stream(tiny.prompt(1, 9), max_new_tokens=12, eos_token_id=None)
         for number, event in enumerate(stream):
@@ -580,6 +593,44 @@ def test_a_failure_behind_the_first_call_costs_no_token(plain, monkeypatch):
     assert "0 of 4 decoder layers compiled so far: RuntimeError: out of luck" in str(
         model.optimization
     )
+
+
+class Doubling(LlamaMLP):
+    """Writes to its input between two products of it."""
+
+    def forward(self, x: Tensor) -> Any:
+        gate = self.act_fn(self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x.mul_(2)))
+
+
+@pytest.mark.parametrize("change", ["input", "in a hook", "twice"])
+def test_changes_within_a_step_and_in_two_steps_are_seen(monkeypatch, change):
+    name, texts = packing(monkeypatch, "fp32"), []
+    for compile in (False, True):
+        model, text, n_calls = llama(), list[int](), itertools.count()
+        mlp = model.model.layers[2].mlp
+        if change == "input":
+            mlp.__class__ = Doubling
+        hfgen.optimize(model, compile=compile, kernels=name)
+
+        def halve(*_: Any, mlp: Any = mlp) -> None:
+            with torch.no_grad():
+                mlp.up_proj.weight.mul_(-0.5)
+
+        def halve_in_fifth_forward(*_: Any, n: Any = n_calls, halve: Any = halve) -> None:
+            if next(n) == 4:
+                halve()
+
+        if change == "in a hook":
+            model.model.layers[1].register_forward_pre_hook(halve_in_fifth_forward)
+        stream = model.stream(tiny.prompt(1, 9), max_new_tokens=12, eos_token_id=None)
+        for number, event in enumerate(stream):
+            text += event.token_ids
+            if change == "twice" and number in (4, 5):
+                halve()
+        assert not compile or model.optimization.graph.failure is None
+        texts.append(text)
+    assert texts[0] == texts[1]
 
 
 def test_a_model_without_such_layers():

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from threading import get_ident
 from typing import Any
 
+from transformers.utils import output_capturing
+
 
 def add(
     stack: ExitStack, register: Callable[..., Any], hook: Callable[..., Any], **options: Any
@@ -28,3 +30,15 @@ def add(
 def is_idle(hook: Any) -> bool:
     """Whether ``hook`` is of another thread, and does nothing in this one."""
     return getattr(hook, "of_thread", None) not in (None, get_ident())
+
+
+def do_something(held: list[dict[int, Any]]) -> bool:
+    """Whether one of these hooks does something in this forward."""
+    if not any(held):
+        return False
+    # Other threads may add theirs now.
+    hooks = (hook for each in held for hook in tuple(each.values()))
+    return bool(output_capturing._active_collector.get()) or any(
+        getattr(hook, "__module__", None) != output_capturing.__name__ and not is_idle(hook)
+        for hook in hooks
+    )

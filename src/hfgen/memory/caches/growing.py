@@ -83,7 +83,7 @@ class GrowableTensor:
         return self._extend(self._longer(added))
 
     def prepare(self, n: int, spare: Spare) -> Tensor:
-        """Return what ``reserve(n)`` will, which does nothing more then than to adopt it."""
+        """Make the view that ``reserve(n)`` will return, and room for it."""
         self.ahead = None
         if self.buffer is None or not (may_write_to(self.buffer) and self._has_room(n + 1)):
             *rest, _, size = self.view.shape
@@ -98,7 +98,6 @@ class GrowableTensor:
         view, longer = self.ahead or (None, self.view)
         if view is not self.view or longer.shape[-2] != length:
             longer = self.prepare(n, spare)
-        self.ahead = None
         return self._extend(longer)
 
     def _longer(self, n: int) -> Tensor:
@@ -112,6 +111,7 @@ class GrowableTensor:
 
     def _extend(self, longer: Tensor) -> Tensor:
         """Set ``view`` to one that begins where it does."""
+        self.ahead = None
         self.end += longer.shape[-2] - self.view.shape[-2]
         self.written = max(self.written, self.end)
         self.view = longer
@@ -198,7 +198,7 @@ class GrowableTensor:
 
     def _adopt(self, buffer: Tensor, start: int, length: int, n_rows: int | None = None) -> None:
         """Set ``view`` to ``length`` tokens of the first ``n_rows`` rows of ``buffer``, or of all rows."""
-        self.end = start + length
+        self.ahead, self.end = None, start + length
         self.written = max(self.written, self.end) if buffer is self.buffer else self.end
         self.buffer, self.stride = buffer, buffer.stride()
         rows = buffer if n_rows in (None, len(buffer)) else buffer[:n_rows]
@@ -206,6 +206,7 @@ class GrowableTensor:
 
     def assign(self, value: Tensor | None) -> None:
         """Become ``value``; the buffer stays only if ``value`` is a part of it."""
+        self.ahead = None
         if value is None or (start := self._position(value)) is None:
             self.buffer, self.shared = None, 0
         else:

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import output_capturing
 
 from ...families import CACHE
 from ...memory.caches.dynamic import GrowingLayer
 from ...memory.caches.static_layers import SlicedStaticLayer
 from ...settings.logs import logger
-from ...state.hooks import is_idle
+from ...state.hooks import do_something
 from ..views import HOOKS
 from .layer_graphs import Checked, Graph, Step, checked, forward_layer, stand_ins
 from .native import known_compiler
@@ -60,7 +59,7 @@ class _Forward(threading.local):
     kind: Any = None
 
     def __init__(self) -> None:
-        self.may_run: dict[CompiledLayer, bool] = {}
+        self.prepared: dict[CompiledLayer, bool] = {}
 
 
 class _Known(threading.local):
@@ -130,19 +129,25 @@ class LayerGraph:
             self.fail(error)
             return result
 
-    def may_run(self, layer: CompiledLayer, hidden: Tensor, cache: Any) -> bool:
-        """Whether ``layer`` may run compiled.
+    def prepare_step(self, layer: CompiledLayer, hidden: Tensor, cache: Any) -> bool:
+        """``prepare_step`` of the layer and of all behind it, if that was not done when an earlier one ran.
 
-        All layers behind it are looked at as well. Between products, which read more weights than the processor's
-        caches hold, the code and the objects for it would come from memory for each layer.
+        Between products, which read more weights than the processor's caches hold, the code and the objects for
+        it would come from memory for each layer. Where layers have hooks, what is found may change before they run.
         """
-        forward = self._forward
-        kind = weakref.ref(cache), hidden.shape, hidden.dtype, hidden.device
-        if layer not in forward.may_run or forward.kind != kind:
+        forward, is_inference = self._forward, torch.is_inference_mode_enabled()
+        kind = weakref.ref(cache), hidden.shape, hidden.dtype, hidden.device, is_inference
+        if layer not in forward.prepared or forward.kind != kind:
             forward.kind = kind
             behind = [each for each in self.layers if each.index >= layer.index]
-            forward.may_run = {each: each.may_run(hidden, cache) for each in behind}
-        return forward.may_run.pop(layer)
+            if any(do_something([vars(each.module)[name] for name in HOOKS]) for each in behind):
+                behind = [layer]
+            forward.prepared = {each: each.prepare_step(hidden, cache) for each in behind}
+        is_prepared = forward.prepared.pop(layer)
+        if is_prepared and not layer.has_same_weights(cache):
+            forward.prepared.clear()
+            is_prepared = layer.prepare_step(hidden, cache)
+        return is_prepared
 
     def prepare(self, layer: nn.Module, arguments: dict[str, Any]) -> bool:
         """Compile a graph for arguments like these, if no other layer has; return whether that works.
@@ -195,7 +200,7 @@ class LayerGraph:
 class CompiledLayer:
     """Set as ``forward`` of a decoder layer, which stays as it is in everything else.
 
-    The layer's own forward runs for prompts and wherever ``may_run`` finds that a graph cannot, and where a part
+    The layer's own forward runs for prompts and wherever ``prepare_step`` finds that a graph cannot, and where a part
     of the layer has a hook. (Transformers leaves some, which do nothing unless outputs are collected.)
     """
 
@@ -216,7 +221,7 @@ class CompiledLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.compiler.is_compiling() or self.graph.is_broken):
-            if self._takes(args, kwargs) and self.graph.may_run(self, args[0], kwargs[CACHE]):
+            if self._takes(args, kwargs) and self.graph.prepare_step(self, args[0], kwargs[CACHE]):
                 place = kwargs[CACHE].layers[self.index]
                 if kind := self._kind(args[0], place, kwargs):
                     del kwargs[CACHE]
@@ -232,8 +237,8 @@ class CompiledLayer:
         is_mask = isinstance(kwargs.get("attention_mask"), Tensor | None)  # or flex attention's
         return is_tensor and is_mask and kwargs.get(CACHE) is not None
 
-    def may_run(self, hidden: Tensor, cache: Any) -> bool:
-        """Whether the layer may run compiled; if so, its part of the cache gets room for new tokens."""
+    def prepare_step(self, hidden: Tensor, cache: Any) -> bool:
+        """Give the layer's part of the cache room for new tokens; return whether the layer may run compiled."""
         layers = getattr(cache, "layers", ())
         if hidden.shape[1] > MOST_NEW or self.index >= len(layers):
             return False
@@ -258,9 +263,12 @@ class CompiledLayer:
             forwards = [vars(part).get("forward") for part in self.module.modules()]
             packs: list[Any] = [each for each in forwards if hasattr(each, "view")]
             known.packed = [(forward, forward.packed()) for forward in packs]
-        elif any(forward.packed() is not packed for forward, packed in known.packed):
-            self._forget()
-            self._ready.clear()
+        else:
+            newest = [(forward, forward.packed()) for forward, _ in known.packed]
+            if any(new is not old for (_, new), (_, old) in zip(newest, known.packed, strict=True)):
+                self._forget()
+                self._ready.clear()
+                known.packed = newest
         if len(place.keys) != len(hidden) or self._is_watched():
             return False
         if isinstance(place, GrowingLayer):
@@ -278,13 +286,13 @@ class CompiledLayer:
         if known.hooks is None:
             parts = [part for part in self.module.modules() if part is not self.module]
             known.hooks = [*OF_ALL, *(vars(part)[name] for part in parts for name in HOOKS)]
-        if not any(known.hooks):
-            return False
-        # Other threads may add theirs now.
-        hooks = (hook for held in known.hooks for hook in tuple(held.values()))
-        return bool(output_capturing._active_collector.get()) or any(
-            getattr(hook, "__module__", None) != output_capturing.__name__ and not is_idle(hook)
-            for hook in hooks
+        return do_something(known.hooks)
+
+    def has_same_weights(self, cache: Any) -> bool:
+        """Whether weights and the cache's layer are those of ``prepare_step``, but for edits through ``.data``."""
+        return type(cache.layers[self.index]) in ROOMY and all(
+            packed is None or packed.holds(forward.module._parameters.get("weight"))
+            for forward, packed in self.known.packed or ()
         )
 
     def _kind(self, hidden: Tensor, place: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -39,14 +39,12 @@ class Packed:
 
     def is_of(self, weight: Tensor | None) -> bool:
         """Whether ``weight`` is the one that was packed, and unchanged: edits of ``.data`` show by samples only."""
-        return (
-            weight is self.weight
-            and weight.data_ptr() == self.address
-            and (
-                self.view is None
-                or (n_writes(weight) == self.version and self.view.tobytes() == self.values)
-            )
-        )
+        return self.holds(weight) and (self.view is None or self.view.tobytes() == self.values)
+
+    def holds(self, weight: Tensor | None) -> bool:
+        """``is_of`` without samples."""
+        is_same = weight is self.weight and self.weight.data_ptr() == self.address
+        return is_same and (self.view is None or n_writes(self.weight) == self.version)
 
 
 def _samples(weight: Tensor) -> Any:

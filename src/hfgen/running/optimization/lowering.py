@@ -24,7 +24,7 @@ def lower(module: torch.fx.GraphModule) -> None:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=TORCHS):
         with graph.inserting_before(node):
-            if (output := _native(graph, *node.args, **node.kwargs)) is not None:
+            if (output := _attention(graph, *node.args, **node.kwargs)) is not None:
                 _replace(node, output)
     _join_products(graph)
     module.recompile()
@@ -33,12 +33,16 @@ def lower(module: torch.fx.GraphModule) -> None:
 def _join_products(graph: torch.fx.Graph) -> None:
     """Make native products of the same activations one call: each call takes as long as a small product."""
     groups: dict[Any, list[torch.fx.Node]] = {}
+    n_writes, number = 0, {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if str(node.target) in PRODUCTS:
-            groups.setdefault((node.target, node.args[0]), []).append(node)
-    for (_, x), products in groups.items():
-        if len(products) == 1:
+        n_writes += _may_write(node)  # activations may be others from here on
+        if str(node.target) in PRODUCTS:  # of operators that may not be loaded
+            groups.setdefault((n_writes, node.target, node.args[0]), []).append(node)
+    for (_, _, x), products in groups.items():
+        inputs = [other for node in products for other in node.all_input_nodes]
+        if len(products) == 1 or any(number[other] > number[products[0]] for other in inputs):
             continue
+        # Their arguments: activations, bias, packed weights, number of outputs.
         biases, packed = [n.args[1] for n in products], [w for n in products for w in n.args[2:-1]]
         with graph.inserting_before(products[0]):
             arguments = x, biases, packed, [n.args[-1] for n in products]
@@ -50,6 +54,17 @@ def _join_products(graph: torch.fx.Graph) -> None:
             _replace(node, part)
 
 
+def _may_write(node: torch.fx.Node) -> bool:
+    """Whether an operation may write to one of its inputs."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = str(getattr(node.target, "__name__", node.target))
+    is_operator = getattr(node.target, "__module__", None) == operator.add.__module__
+    is_in_place = name.endswith("_") or (is_operator and (name[0] == "i" or name == "setitem"))
+    flags = (node.kwargs.get("inplace"), *node.args)
+    return is_in_place or "out" in node.kwargs or any(flag is True for flag in flags)
+
+
 def _replace(node: torch.fx.Node, other: torch.fx.Node) -> None:
     """Use ``other`` in place of ``node``. Without what is known of it, the compiler stores no graph in its cache."""
     other.meta = node.meta.copy()
@@ -57,7 +72,7 @@ def _replace(node: torch.fx.Node, other: torch.fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _native(
+def _attention(
     graph: torch.fx.Graph,
     query: Any,
     key: Any,
