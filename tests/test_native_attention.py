@@ -237,9 +237,7 @@ def test_products_of_the_same_activations_are_one_call(monkeypatch, options):
     assert len(alone) == 2  # o, down
 
 
-@pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="other processors have one kind of vectors"
-)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="vectors of other processors")
 def test_the_compiler_is_not_tried_out_again():
     need_operator()
     if native._supports_amx() and not native._has_amx():

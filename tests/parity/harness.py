@@ -585,6 +585,8 @@ def tokens_by_drafts(case: Case, theirs: Outcome) -> str | None:
         return "upstream drafts tokens that stand for a part of an image"
     if pad is not None and (ids[:, 0] == pad).all():  # of one token: prompts of several are text
         return "upstream chooses the first token by drafts of later ones"
+    if case.family == "unlimited_ocr":
+        return "upstream keeps what is drafted with the prompt beyond the window, as a part of the prompt"
     if case.family == "kyutai_speech_to_text":  # the codes of its last frames are then replaced
         return "upstream drafts beyond the end of the sound"
     return None

@@ -301,8 +301,7 @@ IMAGES: list[Family] = [
     vision("unlimited_ocr", "UnlimitedOcr", within(image(32), 7), {"vision_config": {
         "sam_config": SAM, "encoder_config": VIT | {"image_size": 8, "num_channels": 16}}, "text_config": LLAMA |
         MOE | {"n_shared_experts": 1, "sliding_window": 16,
-        "mlp_layer_types": ["dense", "sparse"]}, "image_token_id": MEDIA}, seed=7, unsupported=NO_PLACES |
-        {"assisted": "its cache takes what is drafted with the prompt for a part of the prompt"}),
+        "mlp_layer_types": ["dense", "sparse"]}, "image_token_id": MEDIA}, seed=7, unsupported=NO_PLACES),
     vision("granite4_vision", "Granite4Vision", within(wide_tiles, 10), PLACE | {
         "vision_config": SIGLIP | {"hidden_size": 64, "image_size": 16}, "text_config": LLAMA,
         "qformer_config": like("blip_2_qformer", BERT, num_hidden_layers=1, cross_attention_frequency=1),
